@@ -17,7 +17,7 @@ from rabbitllm.base.options import (
     RunOptions,
     ShardPolicy,
     SplitOptions,
-    check_flag,
+    check_arguments,
     check_model,
     expand,
     explain_unknown,
@@ -150,9 +150,9 @@ class AutoModel:
             profiling_mode: record where time is spent; see `model.profiler`.
             compression: "8bit", "4bit", "4bit-double", "auto" or None; or blocks of llama.cpp, for the CPU: "q8_0",
                 "q6_k", "q5_k", "q4_k", "iq4_xs", "q4_0", "q3_k", "q2_k", and its mixtures "q5_k_m" and "q4_k_m".
-                "4bit-double" also quantizes the scales. "auto" chooses None, "8bit" or "4bit-double" for each tensor:
-                the least expected loss that fits `max_disk` (or the free disk) and, if all weights can stay in memory,
-                `max_memory` (or the free memory).
+                "4bit-double" also quantizes the scales. "auto" chooses None or blocks for each tensor, on a
+                GPU None, "8bit" or "4bit-double": the least expected loss that fits `max_disk` (or the free disk) and,
+                if all weights can stay in memory, `max_memory` (or the free memory).
             token: access token for the hub.
             hf_token: another name of `token`.
             prefetching: read the next layer while the current one computes.
@@ -219,7 +219,7 @@ class AutoModel:
         for name, (default, instead) in WITHOUT_EFFECT.items():
             if arguments[name] != default:
                 logger.warning("%s has no effect: %s.", name, instead)
-        check_flag(split, "split")
+        check_arguments(arguments)
         request = LoadRequest.of(
             path_or_repo_id if pretrained_model_name_or_path is None else pretrained_model_name_or_path,
             compression,

@@ -19,7 +19,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from rabbitllm import AutoModel, batch, lazy_load, plan, quality, split_and_save_layers
-from rabbitllm.auto_model import DELETING, ELSEWHERE
+from rabbitllm.auto_model import DELETING, ELSEWHERE, WITHOUT_EFFECT
+from rabbitllm.base.options import FLAGS
 from rabbitllm.engine.devices import _warn_of_no_cuda
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.streamed_model import StreamedModel
@@ -916,6 +917,12 @@ def test_transposed_tensors_without_a_split(tmp_path: Path, room: Any) -> None:
         ("compression", ["4bit"], r"compression=\['4bit'\] does not exist; expected 'auto'"),
         ("layer_shards_saving_path", 5, "layer_shards_saving_path is 5; expected a path"),
         ("cache_dir", 5, "cache_dir is 5; expected a path"),
+        ("revision", 5, "revision is of type int; expected str"),
+        ("token", 5, "token is of type int; expected str or bool"),
+        ("hosts", "127.0.0.1:29500", "hosts is of type str; expected Hosts"),
+        ("cache_layers", "two", "cache_layers='two' is not a number of layers"),
+        ("cache_layers", -1, "cache_layers=-1 is not a number of layers"),
+        *((name, "no", f"{name}='no' is not a truth value") for name in FLAGS),
     ],
 )
 def test_values_of_wrong_types(name: str, value: Any, says: str) -> None:
@@ -923,7 +930,8 @@ def test_values_of_wrong_types(name: str, value: Any, says: str) -> None:
         AutoModel.from_pretrained("acme/tiny", **{name: value})
 
 
-def test_text_is_no_answer_to_split() -> None:
-    wrong: Any = "no"
-    with pytest.raises(OptionError, match="split='no' is not a truth value"):
-        AutoModel.from_pretrained("acme/tiny", split=wrong)
+def test_flags_are_all_that_are_true_or_false() -> None:
+    defaults = {
+        name: argument.default for name, argument in inspect.signature(AutoModel.from_pretrained).parameters.items()
+    }
+    assert {name for name, value in defaults.items() if isinstance(value, bool)} - {*WITHOUT_EFFECT} == {*FLAGS}

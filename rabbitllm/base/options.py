@@ -9,7 +9,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -200,9 +200,11 @@ class RunOptions:
     def __post_init__(self) -> None:
         """
         Raises:
-            OptionError: two options that contradict each other, or a text such as "no" that would allow code.
+            OptionError: two options that contradict each other, or a text such as "no" as a truth value.
         """
-        check_flag(self.trust_remote_code, "trust_remote_code")
+        for option in fields(self):
+            if isinstance(option.default, bool):
+                check_flag(getattr(self, option.name), option.name)
         if self.exact and self.fast_bfloat16:
             raise OptionError(
                 "exact=True requires the bits of transformers; fast_bfloat16=True changes the last bits.",
@@ -328,6 +330,33 @@ def check_flag(value: bool, name: str) -> None:
     """
     if value not in (True, False, None):
         raise OptionError(f"{name}={value!r} is not a truth value.", "Use True or False, without quotes.")
+
+
+FLAGS = (
+    *("profiling_mode", "prefetching", "prefetch_pin_memory", "delete_original", "show_layer_progress"),
+    *("offload_small_layers", "sequential_shard_processing", "local_files_only", "trust_remote_code", "exact"),
+    *("fast_bfloat16", "verify_checksums", "fit_scales", "verify_source", "split"),
+)
+"""Arguments that are True or False: Python takes a text such as "no" for true."""
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments of `from_pretrained` of a wrong type that nothing else would find.
+
+    Raises:
+        OptionError: there is such an argument.
+    """
+    for name in FLAGS:
+        check_flag(arguments[name], name)
+    layers = arguments["cache_layers"]
+    if layers is not None and (not hasattr(layers, "__index__") or layers < 0):
+        raise OptionError(f"cache_layers={layers!r} is not a number of layers.", "Use 0 or more, or None.")
+    expected = {"revision": (str,), "token": (str, bool), "hf_token": (str, bool), "hosts": (Hosts,)}
+    for name, types in expected.items():
+        value = arguments[name]
+        if value is not None and not isinstance(value, types):
+            names = " or ".join(listed.__name__ for listed in types)
+            raise OptionError(f"The argument {name} is of type {type(value).__name__}; expected {names}.")
 
 
 def parse_max_memory(limits: Mapping[int | str, int | str] | None) -> Mapping[str, int] | None:

@@ -145,7 +145,7 @@ def translated(repo_id: str) -> Iterator[None]:
             f"Accept the terms at https://huggingface.co/{repo_id}, then pass token='hf_…' or run `hf auth login`.",
         ) from error
     except errors.RevisionNotFoundError as error:
-        raise HubError(f"{repo_id} has no such revision: {error}.", "Check the revision's name.") from error
+        raise HubError(f"{repo_id} has no such revision: {_last_line(error)}.", "Check the revision's name.") from error
     except errors.RepositoryNotFoundError as error:
         raise CheckpointNotFoundError(
             f"There is no folder {repo_id!r} here and no repository {repo_id!r} on the hub that this token may see.",
@@ -154,7 +154,9 @@ def translated(repo_id: str) -> Iterator[None]:
     except errors.EntryNotFoundError as error:
         if isinstance(error, errors.LocalEntryNotFoundError):  # not in the cache, and the hub could not be reached
             raise _no_answer_error(repo_id, error) from error
-        raise CheckpointNotFoundError(f"{repo_id} lacks a file it needs: {error}.", "Check the repository.") from error
+        raise CheckpointNotFoundError(
+            f"{repo_id} lacks a file it needs: {_last_line(error)}.", "Check the repository."
+        ) from error
     except Exception as error:
         refusals = (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, ConnectionError, TimeoutError)
         if not isinstance(error, refusals + fetch.request_errors()):
@@ -162,9 +164,14 @@ def translated(repo_id: str) -> Iterator[None]:
         raise _no_answer_error(repo_id, error) from error
 
 
+def _last_line(error: Exception) -> str:
+    """The part of a message of huggingface_hub that says what is wrong; its status is in another paragraph."""
+    return str(error).rstrip(".\n ").rpartition("\n")[2]
+
+
 def _no_answer_error(repo_id: str, error: Exception) -> HubError:
     return HubError(
-        f"The hub did not answer for {repo_id}: {type(error).__name__}: {error}.",
+        f"The hub did not answer for {repo_id}: {type(error).__name__}: {' '.join(str(error).split())}.",
         f"Make the same call again when the connection works; finished downloads are kept. If {repo_id} is a folder, "
         "check its path.",
     )

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from rabbitllm.cli._spelling import typed_here
 from rabbitllm.cli.arguments import (
     NO_OPTIONS,
     DiskPlotOption,
@@ -84,7 +85,7 @@ def pull_command(
     if dry_run:
         with Console(stderr=True).status("reading headers …"):
             result = pulling.dry_run(request)
-        show_run = partial(pulling.show_dry_run, result, request)
+        show_run = partial(pulling.show_dry_run, result, request, typed=typed_here)
         put_result(as_json, lambda: pulling.dry_run_record(result), show_run)
         raise typer.Exit(0 if result.fits else 1)
     with contextlib.redirect_stdout(sys.stderr), pictured(plot), shown():

@@ -9,10 +9,11 @@ from typing import Any
 
 _RENAMED = {"layer_shards_saving_path": "--dir", "sequential_shard_processing": "--sequential", "token": ""}
 """Arguments with another name here; the hub's token is an option of `pull` alone."""
-_VALUE = r"=(?P<value>None|True|False|'[^']*'|[\w.,]*\w)?"
+_VALUE = r"=(?P<value>None|True|False|'[^']*'|\{[^{}]*\}|[\w.,]*\w)?"
+_ENTRY = re.compile(r"('[^']*'|\w+): ('[^']*'|[\w,]*\w)")
 _KEY = r"\[(?P<key>'[^']*'|\d+)\]"
 _ARGUMENT = re.compile(rf"(?<![\w/.\\=-])(?P<name>[a-z]+(?:_[a-z]+)*)(?:{_KEY})?(?:{_VALUE})?(?![\w/\\-]|\.\w)")
-_SAID_TWICE = re.compile(r"(?P<option>--[a-z-]+)(?:, (?P=option)\b| \((?P=option)\))")
+_SAID_TWICE = re.compile(r"(?P<option>--[a-z-]+)(?:, (?P=option)\b| \((?:rabbitllm [a-z]+ )?(?P=option)\))")
 
 
 def options_of(command: Any) -> Iterator[str]:
@@ -41,6 +42,8 @@ def as_typed(text: str, options: Collection[str], elsewhere: Collection[str] = (
             return match[0]
         if typed not in options:
             return f"{match[0]} in Python" if typed in elsewhere else match[0]
+        if value and value[0] == "{":
+            return " ".join(f"{typed} {key}={size}".replace("'", "") for key, size in _ENTRY.findall(value))
         word = "none" if value == "None" else (value or "").strip("'")
         word = "=".join(filter(None, [(match["key"] or "").strip("'"), word]))
         return f"{typed} {word}" if match["key"] or value not in (None, "True", "False") else typed

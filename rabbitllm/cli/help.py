@@ -49,7 +49,7 @@ class _InWords:
                 error.possibilities = [name for name in near if name not in NEVER_SUGGESTED]  # type: ignore[attr-defined]
             refused: Any = error.__cause__
             if hasattr(refused, "errors"):  # of pydantic, by which typer converts values
-                error.message = f"{problem_of(refused.errors())}."  # type: ignore[attr-defined]
+                error.message = f"{problem_of(refused.errors()).rstrip('.')}."  # type: ignore[attr-defined]
             raise
 
     def get_params(self, ctx: Any) -> list[Any]:

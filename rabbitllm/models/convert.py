@@ -222,6 +222,11 @@ def convert(
     options = replace(options, gguf_dtype=_DTYPES[outtype])  # the layers become a plain checkpoint
     if target.exists() and not target.is_dir():
         raise OptionError(f"{target} is a file; expected a folder.", _EMPTY_FOLDER)
+    if target.suffix.lower() in (".gguf", ".safetensors") and not target.exists():
+        raise OptionError(
+            f"{target} is named as a file, but safetensors are written into a folder.",
+            "Name a folder, or use to='gguf' for a GGUF file.",
+        )
     split_folder = finished_split_of(str(path_or_repo_id))
     if split_folder is not None and (split_folder == expand(path_or_repo_id) or not _is_of_shards(target)):
         if sequential or delete_original:

@@ -169,7 +169,7 @@ def _put_split(entry: SplitEntry, original: Original, console: Console) -> None:
     put_fact(console, "split", f"{entry.form}, {_label(entry)}, {minute(entry.changed_at)}")
     put_fact(console, "folder", harmless(str(entry.folder), 400))
     of = "" if entry.state == WHOLE else f" of {entry.layers_of:,}"
-    put_fact(console, "layer files", f"{entry.layers:,}{of}, {size(entry.nbytes - entry.copies_bytes)}")
+    put_fact(console, "layer files", f"{entry.layers:,}{of}; the folder has {size(entry.nbytes - entry.copies_bytes)}")
     if entry.copies_bytes:
         put_fact(console, "copies", f"{size(entry.copies_bytes)}, for --draft self")
     commit = f" at commit {entry.commit}" if entry.commit else ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import shlex
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -253,7 +254,8 @@ def show_pulled(pulled: Pulled, request: LoadRequest, console: Console) -> None:
     how = entry.form
     state = "is ready; it was complete already" if pulled.before else "is ready"
     put(console, Text(f"{pulled.name}, {how}, {state}", "bold green"))
-    put_fact(console, "layer files", f"{entry.layers}, {size(entry.nbytes - entry.copies_bytes)} in {entry.folder}")
+    put_fact(console, "folder", str(entry.folder))
+    put_fact(console, "layer files", f"{entry.layers}; the folder has {size(entry.nbytes - entry.copies_bytes)}")
     if pulled.shards is not None:
         put_fact(console, "original", _ORIGINALS[pulled.shards].format(pulled.shards_at))
     if not pulled.before:
@@ -295,8 +297,8 @@ def model_words(name: str, request: LoadRequest) -> list[str]:
     return words
 
 
-def show_dry_run(outcome: DryRun, request: LoadRequest, console: Console) -> None:
-    """Print the plan, and whether it fits."""
+def show_dry_run(outcome: DryRun, request: LoadRequest, console: Console, typed: Callable[[str], str] = str) -> None:
+    """Print the plan, and whether it fits; `typed` names arguments as options."""
     estimate, how = outcome.estimate, outcome.estimate.compression or outcome.gguf or "uncompressed"
     put(console, Text(f"{outcome.name}, {how}", "bold"))
     if estimate.output_bytes is not None:
@@ -315,7 +317,8 @@ def show_dry_run(outcome: DryRun, request: LoadRequest, console: Console) -> Non
         put_fact(console, "unsplit", f"{no_split_command(outcome.name)}; it needs no more disk than the GGUF file")
     if not outcome.has_tokenizer:
         put_fact(console, "texts", NO_TOKENIZER)
-    put(console, _verdict(outcome))
+    text, style = _verdict(outcome)
+    put(console, Text(typed(text), style))
 
 
 def _shards_text(route: Route, request: LoadRequest) -> str:
@@ -327,16 +330,16 @@ def _shards_text(route: Route, request: LoadRequest) -> str:
     return "kept where they are" if route.name == STANDARD else "fetched one by one and not kept; those here stay"
 
 
-def _verdict(outcome: DryRun) -> Text:
+def _verdict(outcome: DryRun) -> tuple[str, str]:
     if outcome.estimate.finished:
-        return Text("Already complete.", "bold green")
+        return "Already complete.", "bold green"
     if outcome.estimate.obstacle is not None:
-        return Text(f"The split cannot be made: {outcome.estimate.obstacle}.", "bold red")
+        return f"The split cannot be made: {outcome.estimate.obstacle}.", "bold red"
     if outcome.fits:
-        return Text("The split fits. `rabbitllm plan` estimates its time.", "bold green")
+        return "The split fits. `rabbitllm plan` estimates its time.", "bold green"
     if not outcome.routes:
-        return Text("The split cannot be made this way: `rabbitllm plan` shows other ways.", "bold red")
+        return "The split cannot be made this way: `rabbitllm plan` shows other ways.", "bold red"
     lacking = outcome.routes[-1].lacking
     assert lacking is not None
     text = f"The split does not fit: it needs {lacking.needed} at its peak; {lacking.found}."
-    return Text(f"{text} `rabbitllm plan` shows other ways.", "bold red")
+    return f"{text} `rabbitllm plan` shows other ways.", "bold red"

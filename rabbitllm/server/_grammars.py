@@ -114,7 +114,7 @@ def answer_grammar(
             grammar.check(tokenizer)
             return grammar
     except MissingPackageError as error:
-        raise unsupported(error.problem, param) from None
+        raise unsupported(f"{error.problem} {error.remedy}", param) from None
 
 
 def _asked(body: GenerationBody) -> Grammar | None:

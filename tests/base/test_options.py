@@ -91,8 +91,9 @@ def test_limit_without_a_device() -> None:
 def test_text_is_no_flag(option: str, word: Any) -> None:
     with pytest.raises(OptionError, match="is not a truth value"):
         ShardPolicy.of(**{"sequential": False, "delete_original": False, option: word})
-    with pytest.raises(OptionError, match=r"trust_remote_code=.* is not a truth value"):
-        RunOptions(trust_remote_code=word)
+    for name in ("trust_remote_code", "exact", "verify_checksums"):
+        with pytest.raises(OptionError, match=rf"{name}=.* is not a truth value"):
+            RunOptions(**{name: word})
 
 
 def test_invalid_limit_names_its_device() -> None:

@@ -368,7 +368,7 @@ def test_no_such_repository() -> None:
 
 
 def test_no_such_revision(folder: Path) -> None:
-    with pytest.raises(HubError, match="acme/tiny has no such revision"):
+    with pytest.raises(HubError, match=r"^acme/tiny has no such revision: [^\n]*v9\.\n"):
         open_repository(REPO, HubAccess("v9"), Path())
 
 

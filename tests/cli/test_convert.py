@@ -294,6 +294,8 @@ def test_non_empty_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="was not converted by RabbitLLM"):
         convert(folder, folder)
     assert contents(folder) == before
+    with pytest.raises(OptionError, match=r"new\.gguf is named as a file"):
+        convert(folder, tmp_path / "new.gguf")
     with pytest.raises(OptionError, match="is a file"):
         convert(folder, tmp_path / "full" / "thesis.txt")
 

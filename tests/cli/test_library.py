@@ -67,7 +67,8 @@ def test_exit_code_of_a_dry_run(folder: Path) -> None:
     assert "The split fits." in invoke("pull", folder, "--dry-run").stdout
     short = invoke("pull", folder, "--dry-run", "--max-disk", "1kB", code=1)
     assert re.search(
-        r"The split does not fit: it needs .* of max_disk at its peak; 1,000 bytes is allowed by max_disk", short.stdout
+        r"The split does not fit: it needs .* of --max-disk at its peak; 1,000 bytes is allowed by --max-disk 1,000",
+        short.stdout,
     )
     assert record("pull", folder, "--dry-run", "--max-disk", "1kB", code=1)["fits"] is False
     assert contents(folder) == before

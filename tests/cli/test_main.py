@@ -119,6 +119,7 @@ def test_memory_limit_below_torch_is_reported(limit: str, tmp_path: Path) -> Non
         (("run", "m", "x", "--max-new-tokens", "0"), "'--max-new-tokens': expected at least 1, not 0."),
         (("run", "m", "x", "--max-new-tokens", "two"), "'--max-new-tokens': expected a whole number, not two."),
         (("run", "m", "x", "--temperature", "hot"), "'--temperature': expected a number, not hot."),
+        (("run", "m", "x", "--effort", "hgih"), "'--effort': 'hgih' is not one of 'low', 'medium', 'high'. │"),
         (("serve", "m", "--port", "70000"), "'--port': expected at most 65535, not 70000."),
     ],
 )

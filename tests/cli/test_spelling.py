@@ -43,6 +43,7 @@ def test_errors_of_commands(tmp_path: Path) -> None:
         ),
         ("use another folder (--dir, layer_shards_saving_path).", "use another folder (--dir)."),
         ("Pass --overwrite (overwrite=True).", "Pass --overwrite."),
+        ("lower min_free_disk (rabbitllm pull --min-free-disk), or", "lower --min-free-disk, or"),
         ("Remove verify_source or sequential_shard_processing=True.", "Remove --verify-source or --sequential."),
         ("split=False does not split; max_disk=5,000.", "--no-split does not split; --max-disk 5,000."),
         (
@@ -50,6 +51,10 @@ def test_errors_of_commands(tmp_path: Path) -> None:
             "/tmp/max_disk and 'a_model/max_disk.bin', x.max_disk",
         ),
         ("max_memory['cpu']='-5' is not a size.", "--max-memory cpu=-5 is not a size."),
+        (
+            "max_memory={0: '14GB', 'cpu': '24GB'}. Or max_memory={'cuda:1': 5,000} bytes.",
+            "--max-memory 0=14GB --max-memory cpu=24GB. Or --max-memory cuda:1=5,000 bytes.",
+        ),
         ("Raise max_memory[0], or max_memory", "Raise --max-memory 0, or --max-memory"),
         ("use_mtp=True: the device has no compression", "use_mtp=True: the device has no compression"),
     ],

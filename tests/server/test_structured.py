@@ -119,7 +119,7 @@ def test_without_the_package_the_extra_is_named(served: Running, monkeypatch: py
     monkeypatch.setitem(sys.modules, "llguidance", None)
     answer = served.post("/v1/chat/completions", {"messages": HELLO, "response_format": {"type": "json_object"}})
     assert answer.status_code == 400
-    assert "need the package llguidance, which is not installed" in answer.json()["error"]["message"]
+    assert "need the package llguidance, which is not installed. Run pip install" in answer.json()["error"]["message"]
 
 
 def test_parse_gives_an_object(served: Running) -> None:
