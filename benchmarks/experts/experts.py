@@ -15,8 +15,8 @@ Q4_0 (gpt-oss as published), under a cap with `--no-repack`, with `--cpu-moe`, a
 
     sudo python -m benchmarks experts --shapes coder-next|30b-a3b|gpt-oss-20b|flash-next [--whole]
 
-With `--whole` it has all layers (Flash-Next a quarter of them) and words: a hub of this machine sends it, and it is split one shard at a time, so that
-the disk holds it at 4bit only. llama.cpp's file is written from that.
+With `--whole` it has all layers (Flash-Next a quarter of them) and words: a hub of this machine sends it, and it is
+split one shard at a time, so that the disk holds it at 4bit only. llama.cpp's file is written from that.
 """
 
 from __future__ import annotations
