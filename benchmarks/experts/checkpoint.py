@@ -112,7 +112,7 @@ _LAYERS = {"flash-next": 12}
 
 def _whole(name: str, shapes: MoeScale) -> MoeScale:
     config = KINDS[shapes.kind][0]
-    layers = _LAYERS.get(name, config["num_hidden_layers"])
+    layers = _LAYERS[name] if name in _LAYERS else config["num_hidden_layers"]
     writing = math.sqrt(shapes.num_hidden_layers / layers)
     return replace(shapes, num_hidden_layers=layers, vocab_size=config["vocab_size"], writing=writing)
 
