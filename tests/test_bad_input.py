@@ -321,7 +321,7 @@ def test_offline_without_anything_here(hub_environment: HubEnvironment) -> None:
     error = refused(HubError, "acme/tiny", local_files_only=True)
     assert "acme/tiny has no split here and is not in the hub cache" in error.problem
     assert "There is no folder 'acme/tiny'." in error.problem
-    assert "local_files_only=False" in error.remedy
+    assert "pass local_files_only as False" in error.remedy
 
 
 @pytest.mark.parametrize(

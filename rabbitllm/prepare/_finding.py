@@ -575,7 +575,7 @@ def _offline_source(spec: ModelSpec, *, only_look: bool, quantization: str | Non
         raise HubError(
             f"There is no folder {spec.name!r}. {spec.name} has no split here and is not in the hub cache, and access "
             "to the hub is off.",
-            "Unset HF_HUB_OFFLINE (in Python local_files_only too), or check the path if it is a folder.",
+            "Unset HF_HUB_OFFLINE (in Python pass local_files_only as False too), or check the path if it is a folder.",
         )
     entry = gguf_entry(cached_files(snapshot), quantization, f"{spec.name} in the hub cache")
     return _find_local(snapshot, spec, only_look=only_look, entry=entry)

@@ -22,7 +22,15 @@ from rabbitllm.checkpoints.hub import (
     download_all,
     open_repository,
 )
-from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES, gguf_models, gguf_stem, has_format_of, is_gguf_file, is_index
+from rabbitllm.checkpoints.index import (
+    WEIGHT_SUFFIXES,
+    gguf_models,
+    gguf_stem,
+    has_format_of,
+    is_gguf_file,
+    is_index,
+    is_meta,
+)
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, entry_in, is_writable
 from rabbitllm.checkpoints.naming import LayerNaming
 from rabbitllm.errors import (
@@ -185,6 +193,7 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
         clean_up(source.split_folder)
     if source.repository is not None:
         refuse_another(source, manifest, source.repository.identity_against(manifest.source))
+        _warn_of_copies(source.split_folder, manifest.source, source.repository)
     checkpoint = _remaining_checkpoint(source, manifest, options)
     if checkpoint is None:
         return
@@ -203,6 +212,21 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
     check_finished_source(manifest, metadata, checkpoint, source.split_folder, verify=options.verify_source)
     if options.shards.deletes_rest and metadata:
         warn_of_read_only(len(metadata), checkpoint)
+
+
+def _warn_of_copies(folder: Path, made_from: SourceIdentity, repository: HubRepository) -> None:
+    """Log a warning if a split of the same weights has the config, tokenizer or the like of another commit."""
+    is_derived = repository.gguf_entry() is not None or is_meta(repository.entry())  # some of its copies are made then
+    if made_from.commit == repository.commit or is_derived:
+        return
+    if others := repository.others_in(folder):
+        logger.warning(
+            "%s has the weights of commit %s, and other copies of %s, which are used. To use those of the commit, "
+            "split into another folder (--dir, layer_shards_saving_path), or copy them there.",
+            folder,
+            repository.commit,
+            listed(others),
+        )
 
 
 def _check_budget(source: Source, manifest: Manifest, options: SplitOptions) -> None:
@@ -344,7 +368,8 @@ def check_from_headers(source: Source, options: SplitOptions | None, accept: Acc
     """Call `accept`, which may raise, with planned files, before a shard is fetched or split; None: without a split."""
     if options is not None:
         _refuse_to_quantize_again(source, options)
-    earlier = journal.replay(folder := source.split_folder) if options is not None else None
+    folder = source.split_folder
+    earlier = journal.replay(folder) if options is not None else None
     chosen = options or SplitOptions()
     checkpoint = _open_checkpoint(source, chosen).with_dtype(chosen.gguf_dtype)
     request = SplitRequest(checkpoint, folder, config_of(source.config_folder, checkpoint), chosen)

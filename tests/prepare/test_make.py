@@ -281,6 +281,21 @@ def test_unfinished_split_is_resumed_after_a_commit_with_the_same_weights(
     assert local_hub.downloads("model-00001-of-00003.safetensors") == 0
 
 
+def test_copies_of_another_commit_are_named(
+    repository: Path, tmp_path: Path, local_hub: LocalHub, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = split(REPO)
+    changed = with_a_new_readme(repository, tmp_path)
+    local_hub.add_revision(REPO, "main", changed)
+    assert split(REPO) == folder
+    assert "other copies" not in caplog.text
+    config = json.loads((changed / "config.json").read_text())
+    (changed / "config.json").write_text(json.dumps({**config, "rope_theta": 12345.0}))
+    local_hub.add_revision(REPO, "main", changed)
+    assert split(REPO) == folder
+    assert f"has the weights of commit {local_hub.commit(REPO)}, and other copies of config.json, which" in caplog.text
+
+
 @pytest.mark.parametrize("is_finished", [False, True])
 def test_commit_with_a_further_shard_is_split(
     repository: Path, tmp_path: Path, local_hub: LocalHub, is_finished: bool
