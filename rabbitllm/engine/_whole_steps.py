@@ -39,7 +39,7 @@ from rabbitllm.engine._attention import (
     mixer_in,
     values_of,
 )
-from rabbitllm.engine._fusing import Watch, form_in, fuse, is_transformed, notes_on, result_of, trial_of
+from rabbitllm.engine._fusing import Watch, form_in, fuse, is_transformed, notes_on, places_of, result_of, trial_of
 from rabbitllm.engine._mixtures import mixture_call, routing_in
 from rabbitllm.engine._siblings import has_hooks
 from rabbitllm.engine.kv_room import (
@@ -187,8 +187,7 @@ class _Whole:
         self._sizes = [size for of_layer in self.calls for size in of_layer.sizes]
         self._tables = [table for of_layer in self.calls for table in of_layer.tables]
         self._tables += [table for mixture in self.mixtures.values() for table in mixture.weights()]
-        self._read, self._addresses = [list[Any]() for _ in self.mixtures], list[int]()
-        self._forget()
+        self._places, self._read, self._addresses = list[Any](), [list[Any]() for _ in self.mixtures], list[int]()
         self._form: Any = next(of_layer.form for of_layer in self.calls if not of_layer.form.is_recurrent)
         pairs: Any = [(of_layer.form, mixer_in(layer)) for of_layer, layer in zip(self.calls, layers, strict=True)]
         self._recurrent = [(form, mixer) for form, mixer in pairs if form.is_recurrent]
@@ -208,13 +207,7 @@ class _Whole:
         always = list[Callable[[], bool]]()
         if (types := getattr(config, "layer_types", None)) is not None:  # by which a class may tell groups
             always.append(functools.partial([*types].__eq__, types))
-        parameters = [table for table, _ in self._tables]
-        self.holds = Watch(self._forget, tables=tables, others=parameters, within=within, always=always).holds
-
-    def _forget(self) -> bool:
-        """Forget which weights there are: they may have been replaced."""
-        self._weights: tuple[list[Any], list[int], list[torch.Tensor]] = [], [], []
-        return True
+        self.holds = Watch(lambda: True, tables=tables, within=within, always=always).holds
 
     def _pass(self, number: int, x: Any, *args: Any, attention_mask: Any = None, **named: Any) -> Any:
         """What stands for a layer before the one that computes all: its angles are kept.
@@ -290,18 +283,17 @@ class _Whole:
     def _follows(self, width: int) -> bool:
         """Whether the weights of norms and routers are as they are to be for rows of so many values, wherever they lie
         now."""
-        mixtures, (weights, places, _) = self.mixtures.values(), self._weights
-        is_same = bool(weights) and [*map(torch.Tensor.data_ptr, weights)] == places
-        if not is_same or not all(map(operator.is_, (each.places for each in mixtures), self._read)):
-            weights = [table.get(name) for table, name in self._tables]
+        weights: list[Any] = [table.get(name) for table, name in self._tables]
+        if any(weight is None for weight in weights):
+            return False
+        places, mixtures = places_of(weights), self.mixtures.values()
+        if places != self._places or not all(map(operator.is_, (each.places for each in mixtures), self._read)):
             of_layers = weights[: len(self._sizes)]
             are_ours = are_rows(of_layers, self._sizes, self._form.dtype)
             if not are_ours or not all(each.follows(width) for each in mixtures):
                 return False
-            places = [*map(torch.Tensor.data_ptr, weights)]
-            self._addresses, self._read = places[: len(of_layers)], [each.places for each in mixtures]
-            # the last keep memory, where nothing else can come to lie
-            self._weights = weights, places, [weight.detach() for weight in weights]
+            self._places, self._addresses = places, [weight.data_ptr() for weight in of_layers]
+            self._read = [each.places for each in mixtures]
         return True
 
     def _rules(self, cache: Any) -> tuple[int, list[int], Iterator[None] | None]:
