@@ -105,6 +105,12 @@ class RemoteFile:
             return hashlib.sha1(f"blob {self.size}\0".encode())
         return hashlib.sha256()
 
+    def is_of(self, content: bytes) -> bool:
+        """Whether this is its content, as far as the hub tells."""
+        digest = self.new_digest()
+        digest.update(content)
+        return (self.sha256 or self.git_sha1) in (None, digest.hexdigest())
+
     def check(self, digest: Any) -> None:
         """Compare the digest of the received bytes with the hub's own.
 

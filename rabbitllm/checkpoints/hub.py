@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import os
 import re
 import warnings
@@ -131,13 +130,6 @@ class HubFile:
     def fingerprint(self) -> str:
         """An identifier of its content."""
         return f"sha256:{self.sha256}" if self.sha256 else f"blob:{self.blob_id}"
-
-    def has(self, content: bytes) -> bool:
-        """Whether this is its content, as far as the hub tells; git counts bytes before it hashes them."""
-        if self.sha256 is not None:
-            return hashlib.sha256(content).hexdigest() == self.sha256
-        head = b"blob %d\0" % len(content)
-        return self.blob_id in (None, hashlib.sha1(head + content, usedforsecurity=False).hexdigest())
 
 
 @contextlib.contextmanager
@@ -274,9 +266,14 @@ class HubRepository:
         return self.identity_of(HubCheckpoint(self).index.shards)
 
     def others_in(self, folder: Path) -> list[str]:
-        """Config, tokenizer and the like of which a folder has a copy with other contents, or another size."""
-        copies = {name: folder / name for name, file in self.files.items() if is_sidecar(name, file.size)}
-        return [name for name, copy in copies.items() if copy.is_file() and not self.files[name].has(copy.read_bytes())]
+        """Config, tokenizer and the like of which a folder has no copy, or one with other contents."""
+
+        def is_copied(file: HubFile) -> bool:
+            copy = folder / file.name
+            return copy.is_file() and self._remote(file.name, file).is_of(copy.read_bytes())
+
+        files = (file for name, file in sorted(self.files.items()) if is_sidecar(name, file.size))
+        return [file.name for file in files if not is_copied(file)]
 
     def staged(self, name: str) -> Path:
         """The staging path of a fetched shard; never its final name, since it is hashed again before it is trusted."""

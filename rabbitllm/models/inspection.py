@@ -316,13 +316,11 @@ def _read(path: Path, form: Weights | WeightlessFile) -> Content:
         read = read_torch_zip(path) if form is Weights.TORCH_ZIP else read_legacy_torch(path)
         layers, order = layers_of((tensor.name for tensor in read.tensors), path.parent)
         lead = "data/" if form is Weights.TORCH_ZIP else ""
-        tensors = tuple(
-            TensorInfo(
-                *(t.name, t.dtype, t.shape, t.strides, t.offset, t.nbytes), layers[t.name], t.file, lead + t.storage
-            )
-            for t in read.tensors
-        )
-        return Tensors(tensors, order, left_out=read.left_out, left_tensors=read.left_tensors)
+        tensors = []
+        for t in read.tensors:
+            place = t.strides, t.offset, t.nbytes, layers[t.name], t.file, lead + t.storage
+            tensors.append(TensorInfo(t.name, t.dtype, t.shape, *place))
+        return Tensors(tuple(tensors), order, left_out=read.left_out, left_tensors=read.left_tensors)
     header = read_shard_header(path)
     layers, order = layers_of((spec.name for spec in header.tensors), path.parent)
     return Tensors(tuple(of_spec(spec, layers[spec.name]) for spec in header.tensors), order, header.metadata)

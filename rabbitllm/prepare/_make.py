@@ -221,8 +221,8 @@ def _warn_of_copies(folder: Path, made_from: SourceIdentity, repository: HubRepo
         return
     if others := repository.others_in(folder):
         logger.warning(
-            "%s has the weights of commit %s, and other copies of %s, which are used. To use those of the commit, "
-            "split into another folder (--dir, layer_shards_saving_path), or copy them there.",
+            "%s has the weights of commit %s, and other copies of %s, or none; what it has is used. To use those of "
+            "the commit, split into another folder (--dir, layer_shards_saving_path).",
             folder,
             repository.commit,
             listed(others),

@@ -167,7 +167,7 @@ class Service:
         # the first call may change a tokenizer's settings, which must not happen while another thread decodes
         self.tokenizer("a")
         self._encoder = ThreadPoolExecutor(1, "rabbitllm-tokenizer")
-        self._lock = asyncio.Lock()
+        self._lock = asyncio.Lock()  # of passes for log probabilities of prompts
         self._promise: Promise | None = None
 
     @classmethod

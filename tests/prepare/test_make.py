@@ -293,7 +293,11 @@ def test_copies_of_another_commit_are_named(
     (changed / "config.json").write_text(json.dumps({**config, "rope_theta": 12345.0}))
     local_hub.add_revision(REPO, "main", changed)
     assert split(REPO) == folder
-    assert f"has the weights of commit {local_hub.commit(REPO)}, and other copies of config.json, which" in caplog.text
+    assert f"has the weights of commit {local_hub.commit(REPO)}, and other copies of config.json, or" in caplog.text
+    (changed / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    local_hub.add_revision(REPO, "main", changed)
+    assert split(REPO) == folder
+    assert "and other copies of chat_template.jinja, config.json, or none" in caplog.text
 
 
 @pytest.mark.parametrize("is_finished", [False, True])
@@ -310,9 +314,9 @@ def test_commit_with_a_further_shard_is_split(
     index["weight_map"]["model.layers.9.mlp.up_proj.weight"] = "model-mtp.safetensors"
     (grown / INDEX_NAME).write_text(json.dumps(index))
     local_hub.add_revision(REPO, "main", grown)
-    made = call.make()
-    assert made != folder
-    assert (made / "model.layers.9.safetensors").exists()
+    own = call.make()
+    assert own != folder
+    assert (own / "model.layers.9.safetensors").exists()
     with pytest.raises(SplitMismatchError, match="its commit is"):
         split(REPO, tmp_path / "splits")
 
