@@ -23,7 +23,7 @@ from rabbitllm.engine.units import UnitJob, UnitSource, of_jobs
 from rabbitllm.formats.tensor_spec import TensorSpec, torch_dtype
 from rabbitllm.quant.quantize import NO_SCALES, dequantize
 from rabbitllm.quant.schemes import NESTED_BLOCK, STORED, Quantized
-from rabbitllm.storage.files import begin_to_read, expect_random_reads
+from rabbitllm.storage.files import begin_to_read
 from rabbitllm.store import checksums
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 
@@ -144,9 +144,6 @@ class TableRows:
         self._store = store
         self._device = device
         self.rows_read = 0
-        for stored in self._stored:
-            for part in stored.parts[:_BY_ROW]:
-                expect_random_reads(self._bytes(part))
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """The rows (n, width) of distinct ids (n,), rising.

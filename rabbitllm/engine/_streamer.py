@@ -225,8 +225,7 @@ class Streamer:
         self.copies, self.is_drafting = copies, False
         self.pools = pools
         self.executors = executors
-        # between the weights of a layer are experts that the pools read
-        self._mapped = mapped_part(store, reads_ahead=not pools)
+        self._mapped = mapped_part(store)
         self._quantized: dict[str, PartReader] = {}
         self._memos: dict[str, TensorsByRecipe] = {name: {} for name in executors}
         self._started: dict[str, float] = {}

@@ -46,6 +46,7 @@ from rabbitllm.engine.streamed_model import Internals, StreamedModel, adopt
 from rabbitllm.engine.units import input_embedding
 from rabbitllm.errors import IncompleteSplitError, RabbitLLMError
 from rabbitllm.quant.schemes import SCHEMES, bitsandbytes
+from rabbitllm.storage.files import expect_random_reads
 from rabbitllm.store.layer_store import LayerStore, WeightFiles
 from rabbitllm.telemetry.passes import LOAD, PLAN
 from rabbitllm.telemetry.profiler import Profiler
@@ -190,6 +191,10 @@ def _with_weights(
     mapped = [sources[placed.unit] for placed in in_place if by_name[placed.device].shares_host_memory]
     by_rows = [embedding] if embedding is not None else []
     whole = {s.unit.name: s.spans for s in mapped if not (s.is_view and has_readable_rows(s, by_rows))}
+    # around these are experts and rows that are not needed; what is read whole has ordinary use from then on
+    by_rows_alone = [sources[placed.unit] for placed in placement.units if placed.tier is Tier.ROWS]
+    for span in (span for source in (*(mapped if placement.pools else ()), *by_rows_alone) for span in source.spans):
+        expect_random_reads(store.mapped(span.file).whole(), span.offset, span.offset + span.nbytes)
     read_ahead = ReadAhead(whole, store, checks, ranges_in_place(plan.experts, placement), owner=model)
     with torch.no_grad():
         pools = bind_experts(model, plan.experts, placement, by_name, store, profiler, read_modes)

@@ -32,7 +32,6 @@ from rabbitllm.quant.coded import CodedForm, CodedMatrix
 from rabbitllm.quant.products import FusedMatrix, Matrix
 from rabbitllm.quant.quantize import dequantize, dequantizing_bytes, operands
 from rabbitllm.quant.schemes import STORED, PartRole, Quantized
-from rabbitllm.storage.files import begin_to_read, expect_random_reads
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 from rabbitllm.store.tensor_values import arranged
@@ -473,22 +472,13 @@ def _is_aligned(spec: TensorSpec, address: int, device: torch.device) -> bool:
     return not address % (TENSOR_ALIGNMENT if on_cpu else GPU_ALIGNMENT) or (on_cpu and spec.dtype == "U8")
 
 
-def mapped_part(store: WeightFiles, *, reads_ahead: bool = True) -> PartReader:
-    """A reader of parts as views of the mapped files.
-
-    Args:
-        store: provides the files.
-        reads_ahead: whether the system may read more than the parts, which would evict used pages if memory is short.
-    """
+def mapped_part(store: WeightFiles) -> PartReader:
+    """A reader of parts as views of the mapped files."""
 
     def read(spec: TensorSpec) -> torch.Tensor:
         if not spec.nbytes:
             return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="cpu")
-        data = store.mapped(spec.file).bytes_of(spec)
-        if not reads_ahead:
-            expect_random_reads(data)
-            begin_to_read(data)
-        return typed(torch.frombuffer(data, dtype=torch.uint8), spec)
+        return typed(torch.frombuffer(store.mapped(spec.file).bytes_of(spec), dtype=torch.uint8), spec)
 
     return read
 

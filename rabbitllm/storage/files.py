@@ -203,13 +203,16 @@ def _mapping_calls() -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer
     return library.mmap, library.munmap
 
 
-_RANDOM, _NEEDED, _IN_HUGE_PAGES, _READ_NOW = 1, 3, 14, 22
-"""MADV_RANDOM, MADV_WILLNEED, MADV_HUGEPAGE and MADV_POPULATE_READ (since 5.14) of Linux."""
+_NORMAL, _RANDOM, _NEEDED, _IN_HUGE_PAGES, _READ_NOW = 0, 1, 3, 14, 22
+"""MADV_NORMAL, MADV_RANDOM, MADV_WILLNEED, MADV_HUGEPAGE and MADV_POPULATE_READ (since 5.14) of Linux."""
 
 
-def expect_random_reads(memory: memoryview) -> None:
-    """Have the system read only the pages of mapped memory that are touched, and none ahead; a hint, for Linux."""
-    _advise(memory, _RANDOM)
+def expect_random_reads(memory: memoryview, begin: int, end: int) -> None:
+    """Have the system read only the touched pages of a run of mapped memory, and none ahead; a hint, for Linux.
+
+    Since 6.3 it takes such pages for unused, and evicts them first (`vma_has_recency`, mm_inline.h): see `map_now`.
+    """
+    _advise(memory, _RANDOM, [(begin, end)])
 
 
 def begin_to_read(memory: memoryview, runs: Iterable[tuple[int, int]] | None = None) -> None:
@@ -219,11 +222,12 @@ def begin_to_read(memory: memoryview, runs: Iterable[tuple[int, int]] | None = N
 
 
 def map_now(memory: memoryview, begin: int, end: int) -> None:
-    """Read a run of mapped memory now, and enter all its pages in the process's tables; a hint, for Linux.
+    """Read a run of mapped memory now, map all its pages, and expect ordinary use; a hint, for Linux.
 
     Otherwise each access to up to 16 new pages is a fault: a token of a mixture whose experts are cached had 200.
     """
     _advise(memory, _READ_NOW, [(begin, end)])
+    _advise(memory, _NORMAL, [(begin, end)])
 
 
 def _advise(memory: memoryview, advice: int, runs: Iterable[tuple[int, int]] | None = None) -> bool:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,6 +24,7 @@ from tests.support import quantized
 from tests.support.builders import build_checkpoint, reference_logits
 from tests.support.fake_gpu import FakeGpu
 from tests.support.hybrid_families import HYBRIDS
+from tests.support.mappings import flags_of
 from tests.support.tiny_models import INPUT, NEW_TOKENS, assert_same, dequantized, load, run, split, tiers
 
 
@@ -138,6 +142,23 @@ def test_a_large_table_is_dequantized_by_rows_though_all_fits(tmp_path: Path, mo
     assert_same(run(model), run(whole))
     model.enable_input_require_grads()
     model(input_ids=INPUT, labels=INPUT).loss.backward()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="smaps is Linux's")
+@pytest.mark.parametrize("tied", [True, False])
+def test_only_a_table_that_no_head_multiplies_is_read_at_random(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool
+) -> None:
+    """Linux takes pages that are read at random for unused, and evicts them first: a head needs all of its own."""
+    directory = split(build_checkpoint(tmp_path / "model", "llama", tied=tied, vocab_size=4096), "4bit")
+    monkeypatch.setattr(placement, "LARGE_TABLE", 1)
+    model = load(directory, exact=False)
+    assert tiers(model)["model.embed_tokens"] is Tier.ROWS
+    for thread in [each for each in threading.enumerate() if each.name == "read-ahead"]:
+        thread.join(600)
+    (part, *_) = LayerStore(directory).tensors["model.embed_tokens.weight"].parts
+    middle = memoryview(model.streamer._store.mapped(part.file).bytes_of(part))[part.nbytes // 2 :]
+    assert ("rr" in flags_of(np.frombuffer(middle, np.uint8).ctypes.data)) != tied
 
 
 def test_a_large_table_is_used_as_any_weight_where_all_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,12 @@ import itertools
 import json
 import sys
 import tempfile
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -20,10 +22,12 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 import rabbitllm
 from rabbitllm.checkpoints.local import LocalCheckpoint
+from rabbitllm.engine import _first_use
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.errors import CheckpointNotFoundError, IncompleteCheckpointError, UnknownArchitectureError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import _vectors
+from rabbitllm.storage.files import map_now
 from rabbitllm.store.checkpoint_folder import PlainReader
 from rabbitllm.store.layer_store import LayerStore, verify
 from tests.support.gguf_files import CONVERTED, FAMILIES, VOCABULARY, write_converted, write_gguf
@@ -231,16 +235,32 @@ def test_file_without_blocks_keeps_its_dtype(types: str, dtype: torch.dtype, tmp
 
 @pytest.mark.skipif(sys.platform != "linux", reason="smaps is Linux's")
 @pytest.mark.parametrize("is_split", [True, False])
-def test_experts_between_mapped_weights_are_not_read_ahead(is_split: bool, tmp_path: Path) -> None:
-    """Their pages would evict those of the weights, which half of the memory cannot hold: 408 MB were read a token."""
+def test_experts_between_mapped_weights_are_not_read_ahead(
+    is_split: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their pages would evict those of the weights, which half of the memory cannot hold: 408 MB were read a token.
+
+    Once the weights are read, their use counts: as pages that are read at random they were evicted first.
+    """
     file = write_gguf(tmp_path / "model.gguf", "qwen3moe", types="Q4_K")
     named = split(file, sequential=False) if is_split else file
+    before = list[bool]()
+
+    def mapped(memory: memoryview, begin: int, end: int) -> None:
+        before.append("rr" in flags_of(np.frombuffer(memory, np.uint8).ctypes.data + begin))
+        map_now(memory, begin, end)
+
+    monkeypatch.setattr(_first_use, "map_now", mapped)
     expected = None
     for memory, flag in (("1GB", False), ("1.2MB", True)):
+        before.clear()
         model = rabbitllm.AutoModel.from_pretrained(named, "cpu", split=is_split, max_memory={"cpu": memory})
         assert bool(model.placement.pools) == flag
+        for thread in [each for each in threading.enumerate() if each.name == "read-ahead"]:
+            thread.join(600)
+        assert before[0] == flag
         weight = model.model.layers[1].self_attn.q_proj.weight
-        assert ("rr" in flags_of(weight.matrix.payload.data_ptr())) == flag
+        assert "rr" not in flags_of(weight.matrix.payload.data_ptr())
         expected = logits(model) if expected is None else expected
         assert torch.equal(logits(model), expected)
 
