@@ -1,0 +1,59 @@
+"""Compares config, tokenizer and the like of a finished split with those that its source has now."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from rabbitllm.base.terminal import listed
+from rabbitllm.checkpoints.checkpoint import SourceIdentity, sidecars_in
+from rabbitllm.checkpoints.config import MODELOPT_NAME, changed_settings
+from rabbitllm.checkpoints.index import META_PARAMETERS, gguf_models, is_rank
+from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, names_a_model
+from rabbitllm.errors import SplitMismatchError
+from rabbitllm.prepare._finding import Source
+from rabbitllm.store.manifest import MANIFEST_NAME
+
+logger = logging.getLogger(__name__)
+
+
+def check_small_files(source: Source, made_from: SourceIdentity) -> None:
+    """Compare config, tokenizer and the like of a finished split with those of its source; warn of others.
+
+    Raises:
+        SplitMismatchError: a config has other settings: the same weights mean something else.
+    """
+    folder, repository = source.split_folder, source.repository
+    path_of: Callable[[str], Path]
+    if gguf_models(made_from.fingerprints):
+        return  # its file has the config, and the shard is compared
+    if repository is not None:
+        now, path_of = repository.small_files(), repository.download
+    elif source.local is not None:
+        now = {name: path.read_bytes().__eq__ for name, path in sidecars_in(source.local).items()}
+        path_of = source.local.joinpath
+    else:
+        return
+    copies = {name: path for name, path in sidecars_in(folder).items() if name != MANIFEST_NAME}
+    others = [name for name, is_of in now.items() if name not in copies or not is_of(copies[name].read_bytes())]
+    split_time = (folder / MANIFEST_NAME).stat().st_mtime_ns
+    for name in {CONFIG_NAME, MODELOPT_NAME, META_PARAMETERS}.intersection(others):
+        if name in copies and copies[name].stat().st_mtime_ns > split_time:
+            continue  # the user has edited the copy
+        path = path_of(name)
+        if (name != CONFIG_NAME or names_a_model(path)) and (changed := changed_settings(folder / name, path)):
+            raise SplitMismatchError(
+                f"{path} has changed since it was split into {folder}: it has other values of {listed(changed, 3)}.",
+                f"To use the split unchanged, load {folder}. To use its weights with that file, copy it there. To "
+                "split again, use another folder (--dir, layer_shards_saving_path).",
+            )
+    if CONFIG_NAME in now and not any(map(is_rank, made_from.fingerprints)):  # of Meta's, some are derived
+        others += copies.keys() - now.keys()
+    if others:
+        logger.warning(
+            "%s has the weights of %s, and other copies of %s, or not the same ones; what it has is used. To use those "
+            "of the source, copy them there and remove others, or split into another folder (--dir, "
+            "layer_shards_saving_path).",
+            *(folder, source.local if repository is None else f"commit {repository.commit}", listed(sorted(others))),
+        )
