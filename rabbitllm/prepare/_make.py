@@ -51,7 +51,7 @@ from rabbitllm.prepare._finding import (
     refuse_half_repaired,
     with_other_splits,
 )
-from rabbitllm.prepare._small_files import check_small_files
+from rabbitllm.prepare._small_files import check_index, check_small_files
 from rabbitllm.quant.schemes import check_compression
 from rabbitllm.splitter import journal
 from rabbitllm.splitter import lock as split_lock
@@ -201,6 +201,7 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
     here = filter(checkpoint.at_hand, checkpoint.index.shards)  # headers of others are not requested from a repository
     metadata = list(filter(None, map(checkpoint.metadata, here)))
     refuse_another(source, manifest, checkpoint.identity(metadata))
+    check_index(source, manifest, checkpoint)
     _refuse_without_evidence(source, manifest, metadata)
     check_small_files(source, manifest.source)
     if options.shards.deletes_rest and checkpoint.deletable:

@@ -1,4 +1,4 @@
-"""Compares config, tokenizer and the like of a finished split with those that its source has now."""
+"""Compares index, config, tokenizer and the like of a finished split with those that its source has now."""
 
 from __future__ import annotations
 
@@ -7,15 +7,29 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rabbitllm.base.terminal import listed
-from rabbitllm.checkpoints.checkpoint import SourceIdentity, sidecars_in
+from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity, sidecars_in
 from rabbitllm.checkpoints.config import MODELOPT_NAME, changed_settings
 from rabbitllm.checkpoints.index import META_PARAMETERS, gguf_models, is_rank
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, names_a_model
 from rabbitllm.errors import SplitMismatchError
 from rabbitllm.prepare._finding import Source
-from rabbitllm.store.manifest import MANIFEST_NAME
+from rabbitllm.store.manifest import MANIFEST_NAME, Manifest
 
 logger = logging.getLogger(__name__)
+
+
+def check_index(source: Source, manifest: Manifest, checkpoint: Checkpoint) -> None:
+    """Refuse a finished split of which a layer is from other shards than those that the index has for it now."""
+    index = checkpoint.index.weight_map
+    for layer in manifest.layers if checkpoint.translation is None else ():
+        now = {index[name] for name in layer.tensors if name in index}
+        if index.keys() >= {*layer.tensors} and now != {*layer.shards} and layer.shards:
+            raise SplitMismatchError(
+                f"{source.name} has changed since it was split into {source.split_folder}: its index takes layer "
+                f"{layer.id} from {listed(sorted(now), 3)}, not {listed(layer.shards, 3)}.",
+                f"To use the split unchanged, load {source.split_folder}. To split the changed checkpoint, use another "
+                "folder (--dir, layer_shards_saving_path).",
+            )
 
 
 def check_small_files(source: Source, made_from: SourceIdentity) -> None:

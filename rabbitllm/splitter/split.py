@@ -48,6 +48,7 @@ from rabbitllm.splitter.source_check import (
     check_resumed,
     copies_first,
     left_out_of,
+    moved_tensor,
     release_if_same,
     require_same,
     with_checksums,
@@ -303,6 +304,8 @@ def _resume(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
     if earlier.plan.kept:
         identity = replace(identity, fingerprints={**source.fingerprints, **identity.fingerprints})
     reason = source.differs_from(identity) or _lack_of_evidence(request, source, identity)
+    if reason is None and checkpoint.translation is None:
+        reason = moved_tensor(checkpoint.index, earlier.plan.index.weight_map)
     if reason is not None and source.is_named_like(identity):
         raise SplitMismatchError(
             f"{checkpoint.label} has changed since the split in {request.folder} was started: {reason}.",
