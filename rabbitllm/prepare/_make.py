@@ -195,7 +195,7 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
         refuse_another(source, manifest, source.repository.identity_against(manifest.source))
     checkpoint = _remaining_checkpoint(source, manifest, options)
     if checkpoint is None:
-        check_small_files(source, manifest.source)
+        check_small_files(source, manifest.source, None)
         return
     checkpoint = checkpoint.with_dtype(options.gguf_dtype)  # as split: the recorded checksums are of these values
     here = filter(checkpoint.at_hand, checkpoint.index.shards)  # headers of others are not requested from a repository
@@ -203,7 +203,7 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
     refuse_another(source, manifest, checkpoint.identity(metadata))
     check_index(source, manifest, checkpoint)
     _refuse_without_evidence(source, manifest, metadata)
-    check_small_files(source, manifest.source)
+    check_small_files(source, manifest.source, checkpoint)
     if options.shards.deletes_rest and checkpoint.deletable:
         store = LayerStore(source.split_folder)  # checks all sizes and headers before anything is deleted
         if accept is not None:

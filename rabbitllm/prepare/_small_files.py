@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity, sidecars_in
 from rabbitllm.checkpoints.config import MODELOPT_NAME, changed_settings
-from rabbitllm.checkpoints.index import META_PARAMETERS, gguf_models, is_rank
+from rabbitllm.checkpoints.index import META_PARAMETERS, is_gguf, is_rank
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, names_a_model
 from rabbitllm.errors import SplitMismatchError
 from rabbitllm.prepare._finding import Source
@@ -32,17 +32,23 @@ def check_index(source: Source, manifest: Manifest, checkpoint: Checkpoint) -> N
             )
 
 
-def check_small_files(source: Source, made_from: SourceIdentity) -> None:
+def check_small_files(source: Source, made_from: SourceIdentity, checkpoint: Checkpoint | None) -> None:
     """Compare config, tokenizer and the like of a finished split with those of its source; warn of others.
 
     Raises:
         SplitMismatchError: a config has other settings: the same weights mean something else.
     """
-    folder, repository = source.split_folder, source.repository
+    folder, repository, shards = source.split_folder, source.repository, made_from.fingerprints
+    now: Mapping[str, Callable[[bytes], bool]]
     path_of: Callable[[str], Path]
-    if gguf_models(made_from.fingerprints):
-        return  # its file has the config, and the shard is compared
-    if repository is not None:
+    split_time = (folder / MANIFEST_NAME).stat().st_mtime_ns
+    if any(map(is_gguf, shards)):  # the metadata of its file, of which a part may be in no sample
+        files = filter(None, map(checkpoint.at_hand, shards) if checkpoint is not None else ())
+        if checkpoint is None or not any(file.stat().st_mtime_ns > split_time for file in files):
+            return
+        now = {name: content.__eq__ for name, content in checkpoint.derived().items()}
+        path_of = folder.joinpath  # what differs is only named
+    elif repository is not None:
         now, path_of = repository.small_files(), repository.download
     elif source.local is not None:
         now = {name: path.read_bytes().__eq__ for name, path in sidecars_in(source.local).items()}
@@ -51,7 +57,6 @@ def check_small_files(source: Source, made_from: SourceIdentity) -> None:
         return
     copies = {name: path for name, path in sidecars_in(folder).items() if name != MANIFEST_NAME}
     others = [name for name, is_of in now.items() if name not in copies or not is_of(copies[name].read_bytes())]
-    split_time = (folder / MANIFEST_NAME).stat().st_mtime_ns
     for name in {CONFIG_NAME, MODELOPT_NAME, META_PARAMETERS}.intersection(others):
         if name in copies and copies[name].stat().st_mtime_ns > split_time:
             continue  # the user has edited the copy
@@ -62,7 +67,7 @@ def check_small_files(source: Source, made_from: SourceIdentity) -> None:
                 f"To use the split unchanged, load {folder}. To use its weights with that file, copy it there. To "
                 "split again, use another folder (--dir, layer_shards_saving_path).",
             )
-    if CONFIG_NAME in now and not any(map(is_rank, made_from.fingerprints)):  # of Meta's, some are derived
+    if CONFIG_NAME in now and not any(is_rank(shard) or is_gguf(shard) for shard in shards):  # some are derived
         others += copies.keys() - now.keys()
     if others:
         logger.warning(

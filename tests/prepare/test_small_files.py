@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGUFWriter
 from huggingface_hub import snapshot_download
 
 from rabbitllm import AutoModel
@@ -17,6 +18,7 @@ from rabbitllm.store.manifest import MANIFEST_NAME
 from tests.prepare.conftest import REPO
 from tests.support.builders import build_checkpoint
 from tests.support.commands import invoke
+from tests.support.gguf_files import write_gguf
 from tests.support.local_hub import LocalHub
 from tests.support.meta_files import tiny_llama, write_meta
 from tests.support.splitting import Call, interrupted, split
@@ -107,6 +109,27 @@ def test_edited_parameters_of_meta(tmp_path: Path) -> None:
     (model / "params.json").write_text(json.dumps({**params, "rope_theta": 3.0}))
     with pytest.raises(SplitMismatchError, match=r"params.json has changed since it was split"):
         split(model, sequential=True)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_edited_metadata_of_a_long_gguf_header(tmp_path: Path, caplog: pytest.LogCaptureFixture, verify: bool) -> None:
+    """Only its first 4 MiB are in the fingerprint, and the checksum has the tensors alone."""
+
+    def lengthen(writer: GGUFWriter) -> None:
+        writer.add_description("x" * (3 << 20))
+        writer.add_license("x" * (3 << 20))
+        writer.add_eot_token_id(5)
+
+    path = write_gguf(tmp_path / "x.gguf", changed=lengthen)
+    split(path, sequential=False)
+    split(path, sequential=False, verify_source=verify)
+    assert "other copies" not in caplog.text
+    content = bytearray(path.read_bytes())
+    key = b"tokenizer.ggml.eot_token_id"
+    content[content.index(key) + len(key) + 4] = 6  # after its type
+    path.write_bytes(content)
+    split(path, sequential=False, verify_source=verify)
+    assert "other copies of generation_config.json" in caplog.text
 
 
 @pytest.mark.parametrize("by_revision", [False, True])

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from rabbitllm.checkpoints.checkpoint import WHOLE_BYTES
 from rabbitllm.errors import SplitMismatchError
