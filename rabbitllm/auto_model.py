@@ -72,7 +72,7 @@ ELSEWHERE: Mapping[str, str] = {
     "filename": "Pass the path of the file as the model, or 'organisation/name:Q4_K_M'.",
     "subfolder": "Pass the path of the folder as the model.",
     **dict.fromkeys(("model_path", "model_local_path_or_repo_id"), "Use path_or_repo_id."),
-    "config": "Change config.json in the folder of the model.",
+    "config": "Change config.json in the split directory, or before the split in the folder of the model.",
     "max_position_embeddings": "The model's own context length applies; generate() takes max_new_tokens.",
     "n_ctx": "The model's own context length applies; generate() takes max_new_tokens.",
     **dict.fromkeys(("max_length", "max_new_tokens", "temperature", "do_sample", "use_cache"), _OF_GENERATE),
@@ -456,10 +456,10 @@ def prepare_model(request: LoadRequest, executor: ShardExecutor | None = None, *
         split_display.shown(run.show_progress),
         prepare.acceptance(source, run, devices, too_little=too_little) as planner,
     ):
-        if split is not None:
-            options = prepare.with_memory(split, run, devices)
+        if split is not None or source.finished:
+            options = prepare.with_memory(split or SplitOptions(request.spec.compression), run, devices)
             profile = prepare.ensure_split(source, options, executor=executor, accept=planner)
-        elif not source.finished and source.repository is not None:
+        elif source.repository is not None:
             prepare.check_from_headers(source, None, planner)
     return Prepared(request, source, devices, planner, profile)
 

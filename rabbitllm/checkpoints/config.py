@@ -112,6 +112,25 @@ def newer_transformers(folder: Path) -> str | None:
     return written[0] if written is not None and (int(written[1]), int(written[2])) > installed[:2] else None
 
 
+_WITHOUT_EFFECT = ("transformers_version", "_name_or_path")
+
+
+def changed_settings(before: Path, now: Path) -> list[str]:
+    """The names of the settings of which two config files have other values; the first may not exist.
+
+    Raises:
+        InvalidIndexError: a file is too large or not a JSON object.
+    """
+    first, second = (
+        {"dtype" if name == "torch_dtype" else name: value for name, value in read_json(path).items()}
+        if path.is_file()
+        else {}
+        for path in (before, now)
+    )
+    names = (first.keys() | second.keys()).difference(_WITHOUT_EFFECT)
+    return sorted(name for name in names if first.get(name, ...) != second.get(name, ...))
+
+
 def separate_settings(folder: Path) -> Mapping[str, Any] | None:
     """The quantization settings in a folder's hf_quant_config.json; None without that file.
 

@@ -265,15 +265,10 @@ class HubRepository:
             return identity
         return self.identity_of(HubCheckpoint(self).index.shards)
 
-    def others_in(self, folder: Path) -> list[str]:
-        """Config, tokenizer and the like of which a folder has no copy, or one with other contents."""
-
-        def is_copied(file: HubFile) -> bool:
-            copy = folder / file.name
-            return copy.is_file() and self._remote(file.name, file).is_of(copy.read_bytes())
-
+    def small_files(self) -> dict[str, Callable[[bytes], bool]]:
+        """Config, tokenizer and the like: name -> whether this is its content, without a request."""
         files = (file for name, file in sorted(self.files.items()) if is_sidecar(name, file.size))
-        return [file.name for file in files if not is_copied(file)]
+        return {file.name: self._remote(file.name, file).is_of for file in files}
 
     def staged(self, name: str) -> Path:
         """The staging path of a fetched shard; never its final name, since it is hashed again before it is trusted."""

@@ -568,9 +568,15 @@ def _finished_without_hub(spec: ModelSpec) -> Source | None:
 
 def _offline_source(spec: ModelSpec, *, only_look: bool, quantization: str | None) -> Source:
     """Find the source if the hub may not be used."""
-    if (source := _finished_without_hub(spec)) is not None:
-        return source
     snapshot = cached_snapshot(spec.name, spec.access)
+    if (source := _finished_without_hub(spec)) is not None:
+        manifest = read_manifest(source.split_folder)
+        if snapshot is not None and manifest is not None and snapshot.name != manifest.source.commit:
+            logger.warning(
+                "%s has the weights of commit %s, and the hub cache has %s. To compare them, allow access to the hub.",
+                *(source.split_folder, manifest.source.commit, snapshot.name),
+            )
+        return source
     if snapshot is None:
         raise HubError(
             f"There is no folder {spec.name!r}. {spec.name} has no split here and is not in the hub cache, and access "

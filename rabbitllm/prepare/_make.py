@@ -29,7 +29,6 @@ from rabbitllm.checkpoints.index import (
     has_format_of,
     is_gguf_file,
     is_index,
-    is_meta,
 )
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, entry_in, is_writable
 from rabbitllm.checkpoints.naming import LayerNaming
@@ -52,6 +51,7 @@ from rabbitllm.prepare._finding import (
     refuse_half_repaired,
     with_other_splits,
 )
+from rabbitllm.prepare._small_files import check_index, check_small_files
 from rabbitllm.quant.schemes import check_compression
 from rabbitllm.splitter import journal
 from rabbitllm.splitter import lock as split_lock
@@ -193,15 +193,17 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
         clean_up(source.split_folder)
     if source.repository is not None:
         refuse_another(source, manifest, source.repository.identity_against(manifest.source))
-        _warn_of_copies(source.split_folder, manifest.source, source.repository)
     checkpoint = _remaining_checkpoint(source, manifest, options)
     if checkpoint is None:
+        check_small_files(source, manifest.source, None)
         return
     checkpoint = checkpoint.with_dtype(options.gguf_dtype)  # as split: the recorded checksums are of these values
     here = filter(checkpoint.at_hand, checkpoint.index.shards)  # headers of others are not requested from a repository
     metadata = list(filter(None, map(checkpoint.metadata, here)))
     refuse_another(source, manifest, checkpoint.identity(metadata))
+    check_index(source, manifest, checkpoint)
     _refuse_without_evidence(source, manifest, metadata)
+    check_small_files(source, manifest.source, checkpoint)
     if options.shards.deletes_rest and checkpoint.deletable:
         store = LayerStore(source.split_folder)  # checks all sizes and headers before anything is deleted
         if accept is not None:
@@ -212,21 +214,6 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
     check_finished_source(manifest, metadata, checkpoint, source.split_folder, verify=options.verify_source)
     if options.shards.deletes_rest and metadata:
         warn_of_read_only(len(metadata), checkpoint)
-
-
-def _warn_of_copies(folder: Path, made_from: SourceIdentity, repository: HubRepository) -> None:
-    """Log a warning if a split of the same weights has the config, tokenizer or the like of another commit."""
-    is_derived = repository.gguf_entry() is not None or is_meta(repository.entry())  # some of its copies are made then
-    if made_from.commit == repository.commit or is_derived:
-        return
-    if others := repository.others_in(folder):
-        logger.warning(
-            "%s has the weights of commit %s, and other copies of %s, or none; what it has is used. To use those of "
-            "the commit, split into another folder (--dir, layer_shards_saving_path).",
-            folder,
-            repository.commit,
-            listed(others),
-        )
 
 
 def _check_budget(source: Source, manifest: Manifest, options: SplitOptions) -> None:

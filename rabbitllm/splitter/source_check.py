@@ -28,6 +28,7 @@ from rabbitllm.checkpoints.checkpoint import (
     file_stat,
     has_digest,
 )
+from rabbitllm.checkpoints.index import CheckpointIndex
 from rabbitllm.display.split_display import shown_reading
 from rabbitllm.errors import CheckpointError, CorruptShardError, SplitMismatchError
 from rabbitllm.formats.shard_header import read_shard_header
@@ -155,6 +156,14 @@ def with_checksums(plan: SplitPlan, checkpoint: Checkpoint) -> SplitPlan:
     return dataclasses.replace(plan, shards=tuple(shards))
 
 
+def moved_tensor(index: CheckpointIndex, owners: Mapping[str, str]) -> str | None:
+    """Return how an index differs from tensor -> shard of when a split was begun; None if it does not."""
+    for name, shard in owners.items():
+        if (now := index.weight_map.get(name, shard)) != shard:
+            return f"its index takes {name} from {now}, not {shard}"
+    return None
+
+
 def check_resumed(
     earlier: Replay, metadata: Mapping[str, ShardMetadata], checkpoint: Checkpoint, folder: Path, *, verify: bool
 ) -> SplitPlan:
@@ -199,9 +208,13 @@ def check_resumed(
         logger.warning("%d shards of %s have no recorded checksum and cannot be compared.", missing, checkpoint.label)
     if (changed := _first_changed(to_read, checkpoint, earlier.source_checksums)) is not None:
         raise _change_error(checkpoint, changed, folder, "its bytes differ", complete)
+    # their checksums have no copies of tensors, which may have changed
+    unsure = () if earlier.plan.kept else to_read
+    doubtful = [metadata[shard.name] for shard in unsure if not has_digest(shard.fingerprint)]
+    again = left_out_of(checkpoint, doubtful, {shard.name: shard.tensors for shard in earlier.plan.shards})
     shards = []
     for shard in earlier.plan.shards:
-        left_out = shard.left_out
+        left_out = again.get(shard.name, shard.left_out)
         if not left_out and shard.name in metadata:  # earlier versions did not record it
             left_out = metadata[shard.name].header.left_out
         shards.append(dataclasses.replace(shard, stat=current.get(shard.name, shard.stat), left_out=left_out))

@@ -20,7 +20,7 @@ from rabbitllm.base.options import BIG_LAYER_BYTES, ShardPolicy
 from rabbitllm.base.progress import SplitDone, tell
 from rabbitllm.base.terminal import listed, size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal, ShardMetadata, SourceIdentity
-from rabbitllm.checkpoints.index import natural_key
+from rabbitllm.checkpoints.index import gguf_models, is_rank, natural_key
 from rabbitllm.checkpoints.naming import layer_order
 from rabbitllm.errors import IncompleteSplitError, InUseError, RabbitLLMError, SplitMismatchError
 from rabbitllm.formats.safetensors_file import read_header
@@ -48,6 +48,7 @@ from rabbitllm.splitter.source_check import (
     check_resumed,
     copies_first,
     left_out_of,
+    moved_tensor,
     release_if_same,
     require_same,
     with_checksums,
@@ -303,6 +304,8 @@ def _resume(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
     if earlier.plan.kept:
         identity = replace(identity, fingerprints={**source.fingerprints, **identity.fingerprints})
     reason = source.differs_from(identity) or _lack_of_evidence(request, source, identity)
+    if reason is None and checkpoint.translation is None:
+        reason = moved_tensor(checkpoint.index, earlier.plan.index.weight_map)
     if reason is not None and source.is_named_like(identity):
         raise SplitMismatchError(
             f"{checkpoint.label} has changed since the split in {request.folder} was started: {reason}.",
@@ -332,6 +335,9 @@ def _resume(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
     work = replace(work, source_checksums=earlier.source_checksums, sound=earlier.sound)
     require_as_written(work)
     journal.settle(request.folder)
+    is_translated = any(map(is_rank, checkpoint.index.shards)) or gguf_models(checkpoint.index.shards)
+    if journal.repair_command(request.folder) is None and (checkpoint.derived() or not is_translated):
+        _write_small_files(request.folder, _small_files(checkpoint))  # the check has read the present ones
     if lost:
         _begin_again(lost, before.used - earlier.used, work)
     take_names_back(work)

@@ -1,0 +1,78 @@
+"""Compares index, config, tokenizer and the like of a finished split with those that its source has now."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from rabbitllm.base.terminal import listed
+from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity, sidecars_in
+from rabbitllm.checkpoints.config import MODELOPT_NAME, changed_settings
+from rabbitllm.checkpoints.index import META_PARAMETERS, is_gguf, is_rank
+from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, names_a_model
+from rabbitllm.errors import SplitMismatchError
+from rabbitllm.prepare._finding import Source
+from rabbitllm.store.manifest import MANIFEST_NAME, Manifest
+
+logger = logging.getLogger(__name__)
+
+
+def check_index(source: Source, manifest: Manifest, checkpoint: Checkpoint) -> None:
+    """Refuse a finished split of which a layer is from other shards than those that the index has for it now."""
+    index = checkpoint.index.weight_map
+    for layer in manifest.layers if checkpoint.translation is None else ():
+        now = {index[name] for name in layer.tensors if name in index}
+        if index.keys() >= {*layer.tensors} and now != {*layer.shards} and layer.shards:
+            raise SplitMismatchError(
+                f"{source.name} has changed since it was split into {source.split_folder}: its index takes layer "
+                f"{layer.id} from {listed(sorted(now), 3)}, not {listed(layer.shards, 3)}.",
+                f"To use the split unchanged, load {source.split_folder}. To split the changed checkpoint, use another "
+                "folder (--dir, layer_shards_saving_path).",
+            )
+
+
+def check_small_files(source: Source, made_from: SourceIdentity, checkpoint: Checkpoint | None) -> None:
+    """Compare config, tokenizer and the like of a finished split with those of its source; warn of others.
+
+    Raises:
+        SplitMismatchError: a config has other settings: the same weights mean something else.
+    """
+    folder, repository, shards = source.split_folder, source.repository, made_from.fingerprints
+    now: Mapping[str, Callable[[bytes], bool]]
+    path_of: Callable[[str], Path]
+    split_time = (folder / MANIFEST_NAME).stat().st_mtime_ns
+    if any(map(is_gguf, shards)):  # the metadata of its file, of which a part may be in no sample
+        files = filter(None, map(checkpoint.at_hand, shards) if checkpoint is not None else ())
+        if checkpoint is None or not any(file.stat().st_mtime_ns > split_time for file in files):
+            return
+        now = {name: content.__eq__ for name, content in checkpoint.derived().items()}
+        path_of = folder.joinpath  # what differs is only named
+    elif repository is not None:
+        now, path_of = repository.small_files(), repository.download
+    elif source.local is not None:
+        now = {name: path.read_bytes().__eq__ for name, path in sidecars_in(source.local).items()}
+        path_of = source.local.joinpath
+    else:
+        return
+    copies = {name: path for name, path in sidecars_in(folder).items() if name != MANIFEST_NAME}
+    others = [name for name, is_of in now.items() if name not in copies or not is_of(copies[name].read_bytes())]
+    for name in {CONFIG_NAME, MODELOPT_NAME, META_PARAMETERS}.intersection(others):
+        if name in copies and copies[name].stat().st_mtime_ns > split_time:
+            continue  # the user has edited the copy
+        path = path_of(name)
+        if (name != CONFIG_NAME or names_a_model(path)) and (changed := changed_settings(folder / name, path)):
+            raise SplitMismatchError(
+                f"{path} has changed since it was split into {folder}: it has other values of {listed(changed, 3)}.",
+                f"To use the split unchanged, load {folder}. To use its weights with that file, copy it there. To "
+                "split again, use another folder (--dir, layer_shards_saving_path).",
+            )
+    if CONFIG_NAME in now and not any(is_rank(shard) or is_gguf(shard) for shard in shards):  # some are derived
+        others += copies.keys() - now.keys()
+    if others:
+        logger.warning(
+            "%s has the weights of %s, and other copies of %s, or not the same ones; what it has is used. To use those "
+            "of the source, copy them there and remove others, or split into another folder (--dir, "
+            "layer_shards_saving_path).",
+            *(folder, source.local if repository is None else f"commit {repository.commit}", listed(sorted(others))),
+        )
