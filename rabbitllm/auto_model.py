@@ -29,6 +29,7 @@ from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.display import split_display
 from rabbitllm.errors import OptionError, SplitMismatchError, system_errors_by_name
 from rabbitllm.splitter.filler import ShardExecutor
+from rabbitllm.splitter.plan import PlannedFiles
 from rabbitllm.store.layer_store import LayerStore, UnsplitStore
 from rabbitllm.store.locations import local_folder_name, resolve_name
 from rabbitllm.store.manifest import check_split
@@ -36,6 +37,7 @@ from rabbitllm.telemetry.profiler import Profiler
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from transformers import PreTrainedModel
 
     from rabbitllm.engine.devices import Device
     from rabbitllm.engine.load_plan import LoadPlanner, PartChooser, TooLittle
@@ -398,6 +400,30 @@ class Prepared:
                 holder.keep_for(model)
             return model
 
+    @system_errors_by_name()
+    def skeleton(self) -> PreTrainedModel:
+        """Return the model without weights, with its tokenizer; of a split or a download that is not made, as planned.
+
+        Raises:
+            RabbitLLMError: as `load`, as far as headers and small files tell it.
+        """
+        from rabbitllm.engine.heads import plan_heads
+        from rabbitllm.engine.load_plan import LoadPlanner
+
+        run, devices, planner = self.request.run, self.devices or prepare.devices_of(self.request.run), self.planner
+        with contextlib.ExitStack() as held:
+            if planner is not None and isinstance(planner.store, PlannedFiles):
+                store, home = planner.store, held.enter_context(prepare.config_folder(self.source))
+            else:
+                store, home, *_ = held.enter_context(self.opened(run))
+                planner = LoadPlanner(run, devices, home)
+                planner(store)
+            plan = planner.take(store, home, run)
+            if run.heads:
+                plan_heads(plan, store, home, run, devices)
+            plan.model.tokenizer = planner.tokenizer(home)
+            return plan.model
+
     def placement(self, run: RunOptions) -> Placement:
         """Return where the weights would be if they were loaded now."""
         from rabbitllm.engine.devices import resolve_devices
@@ -423,7 +449,9 @@ class Prepared:
 
 
 @system_errors_by_name()
-def prepare_model(request: LoadRequest, executor: ShardExecutor | None = None, *, loads: bool = True) -> Prepared:
+def prepare_model(
+    request: LoadRequest, executor: ShardExecutor | None = None, *, loads: bool = True, only_look: bool = False
+) -> Prepared:
     """Find a model, and split it unless that is done or not requested.
 
     Args:
@@ -431,6 +459,8 @@ def prepare_model(request: LoadRequest, executor: ShardExecutor | None = None, *
         executor: fills layer files elsewhere, quantizing on the CPU; None for this process.
         loads: whether this process will load the model; if not, a layer too large for memory is only a warning,
             unless the request has a device or limits.
+        only_look: begin no split; one that is not made yet is checked as planned, and only `Prepared.skeleton` is
+            possible then.
 
     Raises:
         RabbitLLMError: as `AutoModel.from_pretrained`; anything that can be refused is refused before the split.
@@ -442,7 +472,7 @@ def prepare_model(request: LoadRequest, executor: ShardExecutor | None = None, *
         )
     # a device that does not exist is refused before a request to the hub
     devices = prepare.devices_of(run) if loads else None
-    source = prepare.find(request.spec, only_look=split is None)
+    source = prepare.find(request.spec, only_look=only_look or split is None)
     if split is None and not source.finished and source.repository is None and source.entry is None:
         prepare.open_weights(source, [source.split_folder])  # names a split where a folder has nothing else
     if split is not None and source.finished and not loads:  # without a check, which would import torch
@@ -456,11 +486,11 @@ def prepare_model(request: LoadRequest, executor: ShardExecutor | None = None, *
         split_display.shown(run.show_progress),
         prepare.acceptance(source, run, devices, too_little=too_little) as planner,
     ):
-        if split is not None:
-            options = prepare.with_memory(split, run, devices)
+        options = None if split is None else prepare.with_memory(split, run, devices)
+        if options is not None and (source.finished or not only_look):
             profile = prepare.ensure_split(source, options, executor=executor, accept=planner)
-        elif not source.finished and source.repository is not None:
-            prepare.check_from_headers(source, None, planner)
+        elif not source.finished and (options is not None or source.repository is not None):
+            prepare.check_from_headers(source, options, planner)
     return Prepared(request, source, devices, planner, profile)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,14 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
-from rabbitllm import prepare
-from rabbitllm.auto_model import LoadRequest, prepare_with_draft
+from rabbitllm.auto_model import LoadRequest, prepare_model, prepare_with_draft
 from rabbitllm.base.openmp import rest
 from rabbitllm.base.terminal import harmless, put_fact
 from rabbitllm.engine.free_memory import PROMISES, Promise
-from rabbitllm.engine.heads import plan_heads
-from rabbitllm.engine.load_plan import LoadPlanner
-from rabbitllm.errors import RabbitLLMError, system_errors_by_name
+from rabbitllm.errors import RabbitLLMError
 from rabbitllm.generation.batch import Batch, check_runs
 from rabbitllm.generation.draft import check_goes_back
 from rabbitllm.generation.kv_cache import why_not_kept
@@ -46,8 +42,6 @@ from rabbitllm.server.requests import CheckedCall
 from rabbitllm.server.settings import Settings
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from rabbitllm.engine.streamed_model import StreamedModel
 
 
@@ -85,39 +79,6 @@ class EmbeddingsOnly:
 def batch_of(model: StreamedModel, limits: Limits) -> Batch | EmbeddingsOnly:
     """A batch for a model; one that refuses all requests if the model generates no text."""
     return Batch(model, limits) if model.can_generate() else EmbeddingsOnly(model)
-
-
-@system_errors_by_name()
-def skeleton_of(request: LoadRequest, draft: str | None) -> PreTrainedModel:
-    """A model without weights, with its tokenizer; of a split or a download that is not made yet, as planned.
-
-    Args:
-        request: the model, its split and its run.
-        draft: its draft, which is no other model.
-
-    Raises:
-        RabbitLLMError: as `prepare_with_draft` and `Prepared.load`, as far as headers and small files tell it.
-    """
-    source = prepare.find(request.spec, only_look=True)
-    with contextlib.ExitStack() as held:
-        if source.finished or (request.split is None and source.repository is None):
-            prepared = prepare_with_draft(request, draft)[0]
-            run, devices = prepared.request.run, prepare.devices_of(prepared.request.run)
-            store, home, *_ = held.enter_context(prepared.opened(run))
-            planner = LoadPlanner(run, devices, home)
-            planner(store)
-        else:
-            run = request.run.drafted(draft)
-            devices = prepare.devices_of(run)
-            options = None if request.split is None else prepare.with_memory(request.split, run, devices)
-            planner = held.enter_context(prepare.acceptance(source, run, devices, too_little="refuse"))
-            prepare.check_from_headers(source, options, planner)
-            store, home = planner.store, held.enter_context(prepare.config_folder(source))
-        plan = planner.take(store, home, run)
-        if run.heads:
-            plan_heads(plan, store, home, run, devices)
-        plan.model.tokenizer = planner.tokenizer(home)
-        return plan.model
 
 
 class Service:
@@ -241,7 +202,8 @@ class Service:
             RabbitLLMError: as `load`; it names the model.
         """
         try:
-            model: Any = skeleton_of(request, draft)
+            prepared = prepare_model(replace(request, run=request.run.drafted(draft)), only_look=True)
+            model: Any = prepared.skeleton()
             if model.can_generate():
                 check_runs(model)
             if draft not in (None, "auto"):
