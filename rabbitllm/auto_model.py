@@ -17,10 +17,10 @@ from rabbitllm.base.options import (
     RunOptions,
     ShardPolicy,
     SplitOptions,
+    arguments_checked,
     check_arguments,
     check_model,
     expand,
-    explain_unknown,
     parse_dtype,
     parse_max_memory,
 )
@@ -92,7 +92,7 @@ class AutoModel:
         raise OSError("AutoModel has no constructor: call AutoModel.from_pretrained(path_or_repo_id, ...).")
 
     @classmethod
-    @explain_unknown(ELSEWHERE, (*DELETING, *WITHOUT_EFFECT))
+    @arguments_checked(ELSEWHERE, (*DELETING, *WITHOUT_EFFECT), WITHOUT_EFFECT)
     @system_errors_by_name()
     def from_pretrained(
         cls,
