@@ -327,6 +327,10 @@ class LoadRequest:
         """The status of rich while it is loaded."""
         return f"loading {harmless(self.spec.name)} …".replace("[", r"\[")
 
+    def too_little(self, *, loads: bool = False) -> TooLittle:
+        """What follows if memory is short: with a device or limits it is for this machine, as one that it loads."""
+        return "refuse" if loads or self.run.device is not None or self.run.max_memory is not None else "warn"
+
     def unsplit(self) -> LoadRequest:
         """The same without a split.
 
@@ -476,11 +480,10 @@ def prepare_model(
     if split is None and not source.finished and source.repository is None and source.entry is None:
         prepare.open_weights(source, [source.split_folder])  # names a split where a folder has nothing else
     if split is not None and source.finished and not loads:  # without a check, which would import torch
-        options = prepare.with_memory(split, run)
-        return Prepared(request, source, None, None, prepare.ensure_split(source, options, executor=executor))
+        profile = prepare.ensure_split(source, prepare.with_memory(split, run), executor=executor)
+        return Prepared(request, source, None, None, profile)
     devices = devices or prepare.devices_of(run)
-    loads = loads or run.device is not None or run.max_memory is not None
-    too_little: TooLittle = "ignore" if request.hosts or executor else "refuse" if loads else "warn"
+    too_little = "ignore" if request.hosts or executor else request.too_little(loads=loads)
     profile = Profiler()
     with (
         split_display.shown(run.show_progress),

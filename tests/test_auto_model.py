@@ -30,6 +30,7 @@ from rabbitllm.errors import (
     UnknownArchitectureError,
     UnreadableFormatError,
 )
+from rabbitllm.models.convert import convert
 from tests.support.builders import (
     SINGLE_NAME,
     build_checkpoint,
@@ -930,12 +931,12 @@ def test_values_of_wrong_types(name: str, value: Any, says: str) -> None:
 
 @pytest.mark.parametrize("value", ["no", "False", ["x"]])
 @pytest.mark.parametrize(
-    "function", [AutoModel.from_pretrained, batch, plan, quality, split_and_save_layers, lazy_load]
+    "function", [AutoModel.from_pretrained, batch, plan, quality, split_and_save_layers, lazy_load, convert]
 )
-def test_text_is_no_flag(function: Any, value: Any) -> None:
+def test_text_is_no_flag(tmp_path: Path, function: Any, value: Any) -> None:
     """Python takes it for true, which would delete shards."""
     arguments = inspect.signature(function).parameters
     flags = [name for name, argument in arguments.items() if isinstance(argument.default, bool)]
     for name in {*flags} - {*WITHOUT_EFFECT}:
         with pytest.raises(OptionError, match=rf"^{name}=.* is not a truth value"):
-            function("acme/tiny", **{name: value})
+            function("acme/tiny", *[tmp_path / "out"] * (function is convert), **{name: value})
