@@ -29,7 +29,6 @@ from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.display import split_display
 from rabbitllm.errors import OptionError, SplitMismatchError, system_errors_by_name
 from rabbitllm.splitter.filler import ShardExecutor
-from rabbitllm.splitter.plan import PlannedFiles
 from rabbitllm.store.layer_store import LayerStore, UnsplitStore
 from rabbitllm.store.locations import local_folder_name, resolve_name
 from rabbitllm.store.manifest import check_split
@@ -37,7 +36,6 @@ from rabbitllm.telemetry.profiler import Profiler
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from transformers import PreTrainedModel
 
     from rabbitllm.engine.devices import Device
     from rabbitllm.engine.load_plan import LoadPlanner, PartChooser, TooLittle
@@ -404,30 +402,6 @@ class Prepared:
                 holder.keep_for(model)
             return model
 
-    @system_errors_by_name()
-    def skeleton(self) -> PreTrainedModel:
-        """Return the model without weights, with its tokenizer; of a split or a download that is not made, as planned.
-
-        Raises:
-            RabbitLLMError: as `load`, as far as headers and small files tell it.
-        """
-        from rabbitllm.engine.heads import plan_heads
-        from rabbitllm.engine.load_plan import LoadPlanner
-
-        run, devices, planner = self.request.run, self.devices or prepare.devices_of(self.request.run), self.planner
-        with contextlib.ExitStack() as held:
-            if planner is not None and isinstance(planner.store, PlannedFiles):
-                store, home = planner.store, held.enter_context(prepare.config_folder(self.source))
-            else:
-                store, home, *_ = held.enter_context(self.opened(run))
-                planner = LoadPlanner(run, devices, home)
-                planner(store)
-            plan = planner.take(store, home, run)
-            if run.heads:
-                plan_heads(plan, store, home, run, devices)
-            plan.model.tokenizer = planner.tokenizer(home)
-            return plan.model
-
     def placement(self, run: RunOptions) -> Placement:
         """Return where the weights would be if they were loaded now."""
         from rabbitllm.engine.devices import resolve_devices
@@ -463,8 +437,7 @@ def prepare_model(
         executor: fills layer files elsewhere, quantizing on the CPU; None for this process.
         loads: whether this process will load the model; if not, a layer too large for memory is only a warning,
             unless the request has a device or limits.
-        only_look: begin no split; one that is not made yet is checked as planned, and only `Prepared.skeleton` is
-            possible then.
+        only_look: begin no split; one that is not made yet is only checked as planned, and cannot be loaded.
 
     Raises:
         RabbitLLMError: as `AutoModel.from_pretrained`; anything that can be refused is refused before the split.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,11 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
-from rabbitllm.auto_model import LoadRequest, prepare_model, prepare_with_draft
+from rabbitllm import prepare
+from rabbitllm.auto_model import LoadRequest, Prepared, prepare_model, prepare_with_draft
 from rabbitllm.base.openmp import rest
 from rabbitllm.base.terminal import harmless, put_fact
 from rabbitllm.engine.free_memory import PROMISES, Promise
-from rabbitllm.errors import RabbitLLMError
+from rabbitllm.engine.heads import plan_heads
+from rabbitllm.engine.load_plan import LoadPlanner
+from rabbitllm.errors import RabbitLLMError, system_errors_by_name
 from rabbitllm.generation.batch import Batch, check_runs
 from rabbitllm.generation.draft import check_goes_back
 from rabbitllm.generation.kv_cache import why_not_kept
@@ -40,8 +44,11 @@ from rabbitllm.server.answers import TokenTexts
 from rabbitllm.server.embeddings import Embedder, recipe_in, to_its_end
 from rabbitllm.server.requests import CheckedCall
 from rabbitllm.server.settings import Settings
+from rabbitllm.splitter.plan import PlannedFiles
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from rabbitllm.engine.streamed_model import StreamedModel
 
 
@@ -79,6 +86,29 @@ class EmbeddingsOnly:
 def batch_of(model: StreamedModel, limits: Limits) -> Batch | EmbeddingsOnly:
     """A batch for a model; one that refuses all requests if the model generates no text."""
     return Batch(model, limits) if model.can_generate() else EmbeddingsOnly(model)
+
+
+@system_errors_by_name()
+def skeleton_of(prepared: Prepared) -> PreTrainedModel:
+    """A model without weights, with its tokenizer; of a split or a download that is not made yet, as planned.
+
+    Raises:
+        RabbitLLMError: as `Prepared.load`, as far as headers and small files tell it.
+    """
+    run, planner = prepared.request.run, prepared.planner
+    devices = prepared.devices or prepare.devices_of(run)
+    with contextlib.ExitStack() as held:
+        if planner is not None and isinstance(planner.store, PlannedFiles):
+            store, home = planner.store, held.enter_context(prepare.config_folder(prepared.source))
+        else:
+            store, home, *_ = held.enter_context(prepared.opened(run))
+            planner = LoadPlanner(run, devices, home)
+            planner(store)
+        plan = planner.take(store, home, run)
+        if run.heads:
+            plan_heads(plan, store, home, run, devices)
+        plan.model.tokenizer = planner.tokenizer(home)
+        return plan.model
 
 
 class Service:
@@ -203,7 +233,7 @@ class Service:
         """
         try:
             prepared = prepare_model(replace(request, run=request.run.drafted(draft)), only_look=True)
-            model: Any = prepared.skeleton()
+            model: Any = skeleton_of(prepared)
             if model.can_generate():
                 check_runs(model)
             if draft not in (None, "auto"):
