@@ -17,10 +17,10 @@ from rabbitllm.base.options import (
     RunOptions,
     ShardPolicy,
     SplitOptions,
+    arguments_checked,
     check_arguments,
     check_model,
     expand,
-    explain_unknown,
     parse_dtype,
     parse_max_memory,
 )
@@ -90,7 +90,7 @@ class AutoModel:
         raise OSError("AutoModel has no constructor: call AutoModel.from_pretrained(path_or_repo_id, ...).")
 
     @classmethod
-    @explain_unknown(ELSEWHERE, (*DELETING, *WITHOUT_EFFECT))
+    @arguments_checked(ELSEWHERE, (*DELETING, *WITHOUT_EFFECT), WITHOUT_EFFECT)
     @system_errors_by_name()
     def from_pretrained(
         cls,
@@ -325,6 +325,10 @@ class LoadRequest:
         """The status of rich while it is loaded."""
         return f"loading {harmless(self.spec.name)} …".replace("[", r"\[")
 
+    def too_little(self, *, loads: bool = False) -> TooLittle:
+        """What follows if memory is short: with a device or limits it is for this machine, as one that it loads."""
+        return "refuse" if loads or self.run.device is not None or self.run.max_memory is not None else "warn"
+
     def unsplit(self) -> LoadRequest:
         """The same without a split.
 
@@ -423,7 +427,9 @@ class Prepared:
 
 
 @system_errors_by_name()
-def prepare_model(request: LoadRequest, executor: ShardExecutor | None = None, *, loads: bool = True) -> Prepared:
+def prepare_model(
+    request: LoadRequest, executor: ShardExecutor | None = None, *, loads: bool = True, only_look: bool = False
+) -> Prepared:
     """Find a model, and split it unless that is done or not requested.
 
     Args:
@@ -431,6 +437,7 @@ def prepare_model(request: LoadRequest, executor: ShardExecutor | None = None, *
         executor: fills layer files elsewhere, quantizing on the CPU; None for this process.
         loads: whether this process will load the model; if not, a layer too large for memory is only a warning,
             unless the request has a device or limits.
+        only_look: begin no split; one that is not made yet is only checked as planned, and cannot be loaded.
 
     Raises:
         RabbitLLMError: as `AutoModel.from_pretrained`; anything that can be refused is refused before the split.
@@ -442,25 +449,25 @@ def prepare_model(request: LoadRequest, executor: ShardExecutor | None = None, *
         )
     # a device that does not exist is refused before a request to the hub
     devices = prepare.devices_of(run) if loads else None
-    source = prepare.find(request.spec, only_look=split is None)
+    source = prepare.find(request.spec, only_look=only_look or split is None)
     if split is None and not source.finished and source.repository is None and source.entry is None:
         prepare.open_weights(source, [source.split_folder])  # names a split where a folder has nothing else
     if split is not None and source.finished and not loads:  # without a check, which would import torch
-        options = prepare.with_memory(split, run)
-        return Prepared(request, source, None, None, prepare.ensure_split(source, options, executor=executor))
+        profile = prepare.ensure_split(source, prepare.with_memory(split, run), executor=executor)
+        return Prepared(request, source, None, None, profile)
     devices = devices or prepare.devices_of(run)
-    loads = loads or run.device is not None or run.max_memory is not None
-    too_little: TooLittle = "ignore" if request.hosts or executor else "refuse" if loads else "warn"
+    too_little = "ignore" if request.hosts or executor else request.too_little(loads=loads)
     profile = Profiler()
     with (
         split_display.shown(run.show_progress),
         prepare.acceptance(source, run, devices, too_little=too_little) as planner,
     ):
-        if split is not None or source.finished:
-            options = prepare.with_memory(split or SplitOptions(request.spec.compression), run, devices)
+        options = split or (SplitOptions(request.spec.compression) if source.finished else None)
+        options = None if options is None else prepare.with_memory(options, run, devices)
+        if options is not None and (source.finished or not only_look):
             profile = prepare.ensure_split(source, options, executor=executor, accept=planner)
-        elif source.repository is not None:
-            prepare.check_from_headers(source, None, planner)
+        elif options is not None or source.repository is not None:
+            prepare.check_from_headers(source, options, planner)
     return Prepared(request, source, devices, planner, profile)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm import prepare
 from rabbitllm.auto_model import AutoModel
-from rabbitllm.base.options import RunOptions, ShardPolicy, SplitOptions, check_model, expand
+from rabbitllm.base.options import RunOptions, ShardPolicy, SplitOptions, arguments_checked, check_model, expand
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.naming import LayerNaming, naming
 from rabbitllm.display import split_display
@@ -54,6 +54,7 @@ RabbitLLMLlama2 = RabbitLLMMistral = RabbitLLMMixtral = RabbitLLMQWen = RabbitLL
 RabbitLLMQWen3 = RabbitLLMChatGLM = RabbitLLMBaichuan = RabbitLLMInternLM = RabbitLLMBaseModel
 
 
+@arguments_checked()
 @system_errors_by_name()
 def split_and_save_layers(
     checkpoint_path: str | Path,

@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 
 from rabbitllm import AutoModel, batch, lazy_load, plan, quality, split_and_save_layers
 from rabbitllm.auto_model import DELETING, ELSEWHERE, WITHOUT_EFFECT
-from rabbitllm.base.options import FLAGS
 from rabbitllm.engine.devices import _warn_of_no_cuda
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.streamed_model import StreamedModel
@@ -31,6 +30,7 @@ from rabbitllm.errors import (
     UnknownArchitectureError,
     UnreadableFormatError,
 )
+from rabbitllm.models.convert import convert
 from tests.support.builders import (
     SINGLE_NAME,
     build_checkpoint,
@@ -922,7 +922,6 @@ def test_transposed_tensors_without_a_split(tmp_path: Path, room: Any) -> None:
         ("hosts", "127.0.0.1:29500", "hosts is of type str; expected Hosts"),
         ("cache_layers", "two", "cache_layers='two' is not a number of layers"),
         ("cache_layers", -1, "cache_layers=-1 is not a number of layers"),
-        *((name, "no", f"{name}='no' is not a truth value") for name in FLAGS),
     ],
 )
 def test_values_of_wrong_types(name: str, value: Any, says: str) -> None:
@@ -930,8 +929,14 @@ def test_values_of_wrong_types(name: str, value: Any, says: str) -> None:
         AutoModel.from_pretrained("acme/tiny", **{name: value})
 
 
-def test_flags_are_all_that_are_true_or_false() -> None:
-    defaults = {
-        name: argument.default for name, argument in inspect.signature(AutoModel.from_pretrained).parameters.items()
-    }
-    assert {name for name, value in defaults.items() if isinstance(value, bool)} - {*WITHOUT_EFFECT} == {*FLAGS}
+@pytest.mark.parametrize("value", ["no", "False", ["x"]])
+@pytest.mark.parametrize(
+    "function", [AutoModel.from_pretrained, batch, plan, quality, split_and_save_layers, lazy_load, convert]
+)
+def test_text_is_no_flag(tmp_path: Path, function: Any, value: Any) -> None:
+    """Python takes it for true, which would delete shards."""
+    arguments = inspect.signature(function).parameters
+    flags = [name for name, argument in arguments.items() if isinstance(argument.default, bool)]
+    for name in {*flags} - {*WITHOUT_EFFECT}:
+        with pytest.raises(OptionError, match=rf"^{name}=.* is not a truth value"):
+            function("acme/tiny", *[tmp_path / "out"] * (function is convert), **{name: value})

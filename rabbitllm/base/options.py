@@ -9,8 +9,9 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 from rabbitllm.base.terminal import harmless
@@ -75,13 +76,7 @@ class ShardPolicy(enum.Flag):
 
     @classmethod
     def of(cls, *, sequential: bool, delete_original: bool, keep_fetched: bool = True) -> ShardPolicy:
-        """Return the policy for the arguments of users; `keep_fetched` has no effect with `sequential`.
-
-        Raises:
-            OptionError: a text such as "no", which Python takes for true, would delete shards.
-        """
-        check_flag(sequential, "sequential_shard_processing")
-        check_flag(delete_original, "delete_original")
+        """Return the policy for the arguments of users; `keep_fetched` has no effect with `sequential`."""
         shards = cls.DELETE_USED if sequential else cls.KEEP if keep_fetched else cls.DELETE_FETCHED
         return shards | cls.DELETE_REST if delete_original else shards
 
@@ -200,11 +195,8 @@ class RunOptions:
     def __post_init__(self) -> None:
         """
         Raises:
-            OptionError: two options that contradict each other, or a text such as "no" as a truth value.
+            OptionError: two options that contradict each other.
         """
-        for option in fields(self):
-            if isinstance(option.default, bool):
-                check_flag(getattr(self, option.name), option.name)
         if self.exact and self.fast_bfloat16:
             raise OptionError(
                 "exact=True requires the bits of transformers; fast_bfloat16=True changes the last bits.",
@@ -322,32 +314,12 @@ def check_transfer(transfer: str, sequential: bool) -> str:
 _LIMITS = "Example: max_memory={0: '14GB', 'cpu': '24GB'}."
 
 
-def check_flag(value: bool, name: str) -> None:
-    """Refuse a value other than True and False.
-
-    Raises:
-        OptionError: it is another one.
-    """
-    if value not in (True, False, None):
-        raise OptionError(f"{name}={value!r} is not a truth value.", "Use True or False, without quotes.")
-
-
-FLAGS = (
-    *("profiling_mode", "prefetching", "prefetch_pin_memory", "delete_original", "show_layer_progress"),
-    *("offload_small_layers", "sequential_shard_processing", "local_files_only", "trust_remote_code", "exact"),
-    *("fast_bfloat16", "verify_checksums", "fit_scales", "verify_source", "split"),
-)
-"""Arguments that are True or False: Python takes a text such as "no" for true."""
-
-
 def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Refuse arguments of `from_pretrained` of a wrong type that nothing else would find.
 
     Raises:
         OptionError: there is such an argument.
     """
-    for name in FLAGS:
-        check_flag(arguments[name], name)
     layers = arguments["cache_layers"]
     if layers is not None and (not hasattr(layers, "__index__") or layers < 0):
         raise OptionError(f"cache_layers={layers!r} is not a number of layers.", "Use 0 or more, or None.")
@@ -386,20 +358,25 @@ def parse_dtype(dtype: Any) -> str | None:
     return None if dtype in (None, "auto") else _DTYPES.get(name, name)
 
 
-def explain_unknown(
-    instead: Mapping[str, str], unsuggested: Collection[str]
+def arguments_checked(
+    instead: Mapping[str, str] = MappingProxyType({}),
+    unsuggested: Collection[str] = (),
+    without_effect: Collection[str] = (),
 ) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
-    """A decorator that refuses unknown keyword arguments with a TypeError that says what to use.
+    """A decorator that checks the names of keyword arguments, and those arguments that are True or False by default.
 
-    The function itself has no `**unknown`, so that type checkers and editors find a wrong name too.
+    A TypeError says what to use instead of an unknown name. The function itself has no `**unknown`, so that type
+    checkers and editors find a wrong name too. A text such as "no", which Python takes for true, is an OptionError.
 
     Args:
         instead: name of another library -> a sentence about what to use here.
         unsuggested: arguments that no error suggests: a typing error must not lead to one.
+        without_effect: arguments that may have any value.
     """
 
     def decorated(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
         known = inspect.signature(function).parameters
+        flags = {name for name, argument in known.items() if isinstance(argument.default, bool)} - {*without_effect}
 
         @functools.wraps(function)
         def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -409,6 +386,9 @@ def explain_unknown(
                 raise TypeError(
                     f"{function.__name__}() got an unexpected keyword argument {name!r}. {instead.get(name, advice)}"
                 )
+            for name, value in (*zip(known, args, strict=False), *kwargs.items()):
+                if name in flags and value not in (True, False, None):
+                    raise OptionError(f"{name}={value!r} is not a truth value.", "Use True or False, without quotes.")
             return function(*args, **kwargs)
 
         return checked

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from rabbitllm.base.options import expand, is_named, parse_size
+from rabbitllm.base.options import arguments_checked, expand, is_named, parse_size
 from rabbitllm.batch_jobs.inputs import STDIN
 from rabbitllm.batch_jobs.items import Defaults, JobLimits, pooling_of
 from rabbitllm.errors import system_errors_by_name
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
 
 
+@arguments_checked()
 @system_errors_by_name()
 def batch(
     model: StreamedModel | str | os.PathLike[str],

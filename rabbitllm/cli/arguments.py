@@ -102,30 +102,13 @@ RayOption = Annotated[
 # generation
 StatsOption = Annotated[bool, typer.Option("--verbose", "--stats", "-v", help="Report times and memory on stderr.")]
 SystemOption = Annotated[str | None, answer_option(help="System prompt.")]
-DraftOption = Annotated[
-    str,
-    answer_option(
-        metavar="MODEL",
-        help="A small model with the same vocabulary proposes tokens, and a pass checks as many of them as pays; mtp "
-        "takes the checkpoint's own heads for that, ngram the tokens that followed the same words before, self copies "
-        "of the streamed layers at few bits, in memory; auto is mtp or else ngram where layers are streamed; none is "
-        "no draft.",
-        autocompletion=complete_model,
-    ),
-]
-
-BatchDraftOption = Annotated[
-    str,
-    rare_option(
-        "--draft",
-        metavar="MODEL",
-        help="A small model with the same vocabulary proposes tokens for each request, and a pass checks as many of "
-        "them as pays; mtp: the checkpoint's own heads; ngram: tokens that followed the same words before; self: "
-        "copies of the streamed layers at few bits, in memory; none; or auto for mtp or else ngram where layers are "
-        "streamed.",
-        autocompletion=complete_model,
-    ),
-]
+_DRAFT = (
+    "A small model with the same vocabulary proposes tokens, and a pass checks as many of them as pays; mtp takes the "
+    "checkpoint's own heads for that, ngram the tokens that followed the same words before, self copies of the "
+    "streamed layers at few bits, in memory; auto is mtp or else ngram where layers are streamed; none is no draft."
+)
+DraftOption = Annotated[str, answer_option(metavar="MODEL", help=_DRAFT, autocompletion=complete_model)]
+BatchDraftOption = Annotated[str, rare_option("--draft", metavar="MODEL", help=_DRAFT, autocompletion=complete_model)]
 
 
 def limits_of(words: list[str] | None) -> dict[int | str, int | str] | None:

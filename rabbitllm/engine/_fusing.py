@@ -329,6 +329,17 @@ def is_result(tensor: torch.Tensor, expected: Any) -> bool:
     return isinstance(expected, torch.Tensor) and torch.equal(tensor, expected)
 
 
+class WithFunctions:
+    """A module, of which functions with these names are other ones."""
+
+    def __init__(self, module: Any, functions: Mapping[str, Callable[..., Any]]) -> None:
+        self._module = module
+        vars(self).update(functions)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
 def with_globals(function: Any, values: Mapping[str, object]) -> Any:
     """The same function, and the functions around it, for which names of its module mean other values.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rabbitllm.engine._fusing import fuse, is_transformed, with_globals
+from rabbitllm.engine._fusing import WithFunctions, fuse, is_transformed, with_globals
 from rabbitllm.quant import turned
 
 _BY_FORWARD: dict[Any, str] = {kind.forward: kind.__name__ for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
@@ -37,19 +37,15 @@ def _in_wide(compute: Callable[..., torch.Tensor], *operands: torch.Tensor | Non
 def with_wide_convolutions(function: Any) -> Any:
     """A function of transformers whose `F.conv1d` computes in float32; itself if torch is as fast, or where a function
     around it is unknown."""
-    return (with_globals(function, {"F": _WideFunctional()}) if turned.is_faster() else None) or function
+    return (with_globals(function, {"F": _WIDE_FUNCTIONAL}) if turned.is_faster() else None) or function
 
 
-class _WideFunctional:
-    """`torch.nn.functional` with another `conv1d`."""
+def _wide_conv1d(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **named: Any) -> Any:
+    result = _in_wide(nn.functional.conv1d, input, weight, bias, **named)
+    return nn.functional.conv1d(input, weight, bias, **named) if result is None else result
 
-    @staticmethod
-    def conv1d(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **named: Any) -> Any:
-        result = _in_wide(nn.functional.conv1d, input, weight, bias, **named)
-        return nn.functional.conv1d(input, weight, bias, **named) if result is None else result
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(nn.functional, name)
+_WIDE_FUNCTIONAL = WithFunctions(nn.functional, {"conv1d": _wide_conv1d})
 
 
 def _are_widened(tensors: list[torch.Tensor]) -> bool:
@@ -77,16 +73,6 @@ def _in_float32(ordinary: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
     return product
 
 
-class _WideTorch:
-    """`torch` with other products."""
-
-    def __init__(self) -> None:
-        for name in PRODUCTS:
-            setattr(self, name, _in_float32(getattr(torch, name)))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
 PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum", "addmm"})
-wide_torch = _WideTorch()
+wide_torch: Any = WithFunctions(torch, {name: _in_float32(getattr(torch, name)) for name in PRODUCTS})
+"""`torch` with other products."""

@@ -15,6 +15,7 @@ from rabbitllm.base.programs import HALVES
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._fusing import (
     ROUNDING,
+    WithFunctions,
     by_function,
     form_in,
     is_result,
@@ -233,7 +234,7 @@ class RowProducts:
             if module_class.forward is nn.Linear.forward:
                 if is_free or (is_installed(module) and not (multiplies_plain(module) or ROUNDING in vars(module))):
                     self._undo.append(Sibling(module, last_call).install_for_plain())
-            elif is_free and (forward := _forward_for(module_class, module_class.forward)):
+            elif is_free and (forward := _forward_for(module_class)):
                 replace(module, by_function, forward)
                 self._undo.append(functools.partial(delattr, module, "forward"))
 
@@ -260,13 +261,7 @@ def load_kernels(model: PreTrainedModel) -> bool:
     return model.dtype in HALVES and bfloat_products.max_rows() > 0
 
 
-class _Functional:
-    """`torch.nn.functional` with another `linear`."""
-
-    linear = staticmethod(row_product)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(nn.functional, name)
+_FUNCTIONAL = WithFunctions(nn.functional, {"linear": row_product})
 
 
 def has_row_product(module: Any) -> bool:
@@ -277,9 +272,9 @@ def has_row_product(module: Any) -> bool:
     return forward is not None and forward is _router_forward(type(module).forward)
 
 
-def _forward_for(module_class: Any, tried: Any) -> Callable[..., Any] | None:
+def _forward_for(module_class: Any) -> Callable[..., Any] | None:
     """The forward of a class of Linears or routers with `row_product`; None of others."""
-    return _linear_forward(module_class, tried) or _router_forward(tried)
+    return _linear_forward(module_class, module_class.forward) or _router_forward(module_class.forward)
 
 
 @functools.cache
@@ -305,4 +300,4 @@ def _router_forward(forward: Callable[..., Any]) -> Callable[..., Any] | None:
     """That of a class of routers, which multiply by their own weight, with `row_product`; None of others."""
     code, names = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
     is_router = code is not None and {"F", "linear", "weight", "topk"} <= {*code.co_names}
-    return with_globals(forward, {"F": _Functional()}) if is_router and names["F"] is nn.functional else None
+    return with_globals(forward, {"F": _FUNCTIONAL}) if is_router and names["F"] is nn.functional else None

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rabbitllm import prepare
 from rabbitllm.auto_model import LoadRequest, draft_of
-from rabbitllm.base.options import ShardPolicy, parse_size
+from rabbitllm.base.options import ShardPolicy, arguments_checked, parse_size
 from rabbitllm.checkpoints.config import experts_a_token
 from rabbitllm.errors import OptionError, system_errors_by_name
 from rabbitllm.estimate import split_estimate
@@ -44,6 +44,7 @@ from rabbitllm.store.manifest import AUTO, MANIFEST_NAME
 MIN_FREE_DISK = "1GB"
 
 
+@arguments_checked()
 @system_errors_by_name()
 def plan(
     path_or_repo_id: str | Path,

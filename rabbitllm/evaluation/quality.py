@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rabbitllm.auto_model import LoadRequest, load
-from rabbitllm.base.options import expand, is_named
+from rabbitllm.base.options import arguments_checked, expand, is_named
 from rabbitllm.base.terminal import Column, Printed, counted, harmless, put, put_fact, put_table, size, text_on
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.local import entry_in
@@ -257,6 +257,7 @@ class Quality(Printed):
         }
 
 
+@arguments_checked()
 @system_errors_by_name()
 def quality(
     model: str | os.PathLike[str] | Any,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from rabbitllm.base.collection import uncollected
+from rabbitllm.base.options import arguments_checked
 from rabbitllm.checkpoints import hub_cache
 from rabbitllm.checkpoints.index import is_gguf_file, is_index, is_meta, read_index
 from rabbitllm.checkpoints.local import LocalCheckpoint, check_path, entry_in
@@ -96,6 +97,7 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"], contextlib.AbstractContextManag
         )
 
 
+@arguments_checked()
 @system_errors_by_name()
 def lazy_load(path: str | os.PathLike[str], *, mapped: bool = True, verify_checksums: bool = True) -> LazyCheckpoint:
     """Open a checkpoint without reading its weights; each tensor is read when it is used in a torch function.

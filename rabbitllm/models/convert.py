@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm import prepare
-from rabbitllm.base.options import ShardPolicy, SplitOptions, expand
+from rabbitllm.base.options import ShardPolicy, SplitOptions, arguments_checked, expand
 from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.checkpoint import COMPANIONS, SourceIdentity, is_sidecar, sidecars_in
 from rabbitllm.checkpoints.hub import HubAccess
@@ -149,6 +149,7 @@ def origin_of(folder: Path) -> SourceIdentity:
         ) from None
 
 
+@arguments_checked()
 @system_errors_by_name()
 def convert(
     path_or_repo_id: str | Path,

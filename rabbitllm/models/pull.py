@@ -194,8 +194,7 @@ def dry_run(request: LoadRequest) -> DryRun:
     compression = options.compression if options.compression in scan.folders else next(iter(scan.folders))
     if compression in scan.plans and compression not in scan.manifests:
         try:
-            limited = request.run.device is not None or request.run.max_memory is not None
-            with prepare.acceptance(source, request.run, too_little="refuse" if limited else "warn") as accept:
+            with prepare.acceptance(source, request.run, too_little=request.too_little()) as accept:
                 accept(PlannedFiles(scan.plans[compression], scan.folders[compression]))
         except RabbitLLMError as error:
             scan.refused[compression] = error.problem

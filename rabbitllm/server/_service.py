@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 
 from rabbitllm import prepare
-from rabbitllm.auto_model import LoadRequest, prepare_with_draft
+from rabbitllm.auto_model import LoadRequest, Prepared, prepare_model, prepare_with_draft
 from rabbitllm.base.openmp import rest
 from rabbitllm.base.terminal import harmless, put_fact
 from rabbitllm.engine.free_memory import PROMISES, Promise
@@ -44,6 +44,7 @@ from rabbitllm.server.answers import TokenTexts
 from rabbitllm.server.embeddings import Embedder, recipe_in, to_its_end
 from rabbitllm.server.requests import CheckedCall
 from rabbitllm.server.settings import Settings
+from rabbitllm.splitter.plan import PlannedFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -88,31 +89,21 @@ def batch_of(model: StreamedModel, limits: Limits) -> Batch | EmbeddingsOnly:
 
 
 @system_errors_by_name()
-def skeleton_of(request: LoadRequest, draft: str | None) -> PreTrainedModel:
+def skeleton_of(prepared: Prepared) -> PreTrainedModel:
     """A model without weights, with its tokenizer; of a split or a download that is not made yet, as planned.
 
-    Args:
-        request: the model, its split and its run.
-        draft: its draft, which is no other model.
-
     Raises:
-        RabbitLLMError: as `prepare_with_draft` and `Prepared.load`, as far as headers and small files tell it.
+        RabbitLLMError: as `Prepared.load`, as far as headers and small files tell it.
     """
-    source = prepare.find(request.spec, only_look=True)
+    run, planner = prepared.request.run, prepared.planner
+    devices = prepared.devices or prepare.devices_of(run)
     with contextlib.ExitStack() as held:
-        if source.finished or (request.split is None and source.repository is None):
-            prepared = prepare_with_draft(request, draft)[0]
-            run, devices = prepared.request.run, prepare.devices_of(prepared.request.run)
+        if planner is not None and isinstance(planner.store, PlannedFiles):
+            store, home = planner.store, held.enter_context(prepare.config_folder(prepared.source))
+        else:
             store, home, *_ = held.enter_context(prepared.opened(run))
             planner = LoadPlanner(run, devices, home)
             planner(store)
-        else:
-            run = request.run.drafted(draft)
-            devices = prepare.devices_of(run)
-            options = None if request.split is None else prepare.with_memory(request.split, run, devices)
-            planner = held.enter_context(prepare.acceptance(source, run, devices, too_little="refuse"))
-            prepare.check_from_headers(source, options, planner)
-            store, home = planner.store, held.enter_context(prepare.config_folder(source))
         plan = planner.take(store, home, run)
         if run.heads:
             plan_heads(plan, store, home, run, devices)
@@ -241,7 +232,8 @@ class Service:
             RabbitLLMError: as `load`; it names the model.
         """
         try:
-            model: Any = skeleton_of(request, draft)
+            prepared = prepare_model(replace(request, run=request.run.drafted(draft)), only_look=True)
+            model: Any = skeleton_of(prepared)
             if model.can_generate():
                 check_runs(model)
             if draft not in (None, "auto"):

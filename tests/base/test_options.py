@@ -15,8 +15,8 @@ from rabbitllm.base.options import (
     RunOptions,
     ShardPolicy,
     SplitOptions,
+    arguments_checked,
     expand,
-    explain_unknown,
     parse_max_memory,
     parse_size,
 )
@@ -86,22 +86,12 @@ def test_limit_without_a_device() -> None:
         parse_max_memory(wrong)
 
 
-@pytest.mark.parametrize("option", ["sequential", "delete_original"])
-@pytest.mark.parametrize("word", ["no", "False", ["x"]])
-def test_text_is_no_flag(option: str, word: Any) -> None:
-    with pytest.raises(OptionError, match="is not a truth value"):
-        ShardPolicy.of(**{"sequential": False, "delete_original": False, option: word})
-    for name in ("trust_remote_code", "exact", "verify_checksums"):
-        with pytest.raises(OptionError, match=rf"{name}=.* is not a truth value"):
-            RunOptions(**{name: word})
-
-
 def test_invalid_limit_names_its_device() -> None:
     with pytest.raises(OptionError, match=r"max_memory\['cpu'\]='lots' is not a size"):
         parse_max_memory({"cpu": "lots"})
 
 
-@explain_unknown({"device_map": "Use device."}, ["delete_original"])
+@arguments_checked({"device_map": "Use device."}, ["delete_original"])
 def called(model: str, compression: str = "", *, delete_original: bool = False, device: str = "cpu") -> str:
     return f"{model} {compression} {device}"
 
