@@ -422,6 +422,7 @@ def _plan_of(
             weights = map_weights(model, store.tensors, store.label, bare.quantizer, casts=casts)
             if not store.is_split:
                 check_unused(model, weights, store)
+        skeleton.share_dtypes(model, weights.ties)
         plan = plan_with(model, weights, store, options, devices)
     except IncompleteSplitError as error:
         if store.is_split:

@@ -322,6 +322,15 @@ def set_source_folder(model: PreTrainedModel, folder: Path) -> None:
     model.name_or_path = model.config.name_or_path = str(folder)
 
 
+def share_dtypes(model: PreTrainedModel, ties: Mapping[str, str]) -> None:
+    """Give each tied target the dtype of its owner, as transformers does where it ties them: HY-V4 keeps only a head
+    with a tensor of its own in float32."""
+    tensors = model.state_dict()
+    for name, owner in ties.items():
+        if tensors[name].dtype != tensors[owner].dtype:
+            _put_empty(model, name, dtype=tensors[owner].dtype)
+
+
 def _put_empty(model: PreTrainedModel, name: str, **options: Any) -> None:
     """Replace a parameter or a buffer by an empty one like it, with another dtype or device."""
     import torch

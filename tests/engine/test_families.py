@@ -143,6 +143,21 @@ def test_another_dtype_than_the_stored_one(
     assert_same(run(model), reference_logits(plain, INPUT, dtype))
 
 
+@pytest.mark.parametrize("compression", [None, "4bit"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_in_float32_is_so_unless_it_is_tied(tmp_path: Path, tied: bool, compression: str | None) -> None:
+    plain = folder = build_checkpoint(
+        tmp_path / "model", HYBRIDS["hy_v4"], dtype=torch.bfloat16, tie_word_embeddings=tied
+    )
+    if compression is not None:
+        plain = dequantized(folder, tmp_path / "reference", compression, torch.bfloat16)
+    expected, directory = reference_logits(plain, INPUT, torch.bfloat16), split(folder, compression)
+    assert expected.logits.dtype == (torch.bfloat16 if tied else torch.float32)
+    for budget in (ALL, 0):
+        assert_same(run(load(directory, budget)), expected)
+    assert_same(run(load(directory, 0, exact=False)), run(load(directory, exact=False)))
+
+
 @pytest.mark.parametrize("compression", ["4bit", "8bit"])
 def test_large_router_is_not_compressed(tmp_path: Path, compression: str) -> None:
     folder = build_checkpoint(tmp_path / "model", "qwen3_moe", num_experts=64, num_hidden_layers=2, shards=2)
