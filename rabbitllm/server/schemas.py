@@ -7,6 +7,7 @@ answer (`HARMLESS`) or have a value that changes none (`NEUTRAL`).
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
@@ -289,10 +290,16 @@ def parsed(schema: type[_Parsed], body: Any) -> _Parsed:
         first = _field(details[0]["loc"])
         within = [name for name in (_field(detail["loc"]) for detail in details) if f"{name}.".startswith(f"{first}.")]
         where = max(within, key=_items)
-        problem = problem_of([detail for detail in details if _field(detail["loc"]) == where][:4])
+        of_it = [detail for detail in details if _field(detail["loc"]) == where][:4]
+        problem = problem_of({**detail, "input": _quoted(detail["input"])} for detail in of_it)
         raise bad(f"{where or 'The body'}: {problem}.", first or None) from None
     _refuse_unknown(checked, "")
     return checked
+
+
+def _quoted(value: Any) -> Any:
+    """A text as JSON shows it, at its beginning, since "1" is no number; anything else as it is."""
+    return json.dumps(value[:50]) if isinstance(value, str) else value
 
 
 def _items(field: str) -> list[int]:
