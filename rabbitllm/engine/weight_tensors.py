@@ -2,9 +2,9 @@
 
 Neither can be written to: merging an adapter, loading other weights or initialising again would be lost with the next
 pass, or have no effect, without an error. So functions that write are refused, also through a view. Writes to memory
-that `__dlpack__` or a view's `untyped_storage` gave are not seen: torch has no read-only memory. Reading a weight that is
-not in memory makes the weight itself, or is refused too. `torch.nn.functional.linear` multiplies the quantized weight of
-a Linear from its codes; any other operation uses a dequantized matrix, which is freed after it.
+that `__dlpack__` or a view's `untyped_storage` gave are not seen: torch has no read-only memory. Reading a weight that
+is not in memory makes the weight itself, or is refused too. `torch.nn.functional.linear` multiplies the quantized
+weight of a Linear from its codes; any other operation uses a dequantized matrix, which is freed after it.
 """
 
 from __future__ import annotations
