@@ -288,8 +288,10 @@ def parse_task(value: Any, index: int, defaults: Defaults) -> Task:
     """
     try:
         return _parse_call(value, defaults) if is_call(value) else _parse_native(value, index, defaults)
-    except (LineError, APIError) as error:
-        return Refused(f"{str(error).removesuffix('.')}.", as_call=is_call(value))
+    except LineError as error:
+        return Refused(f"{error}.", as_call=is_call(value))
+    except APIError as error:
+        return Refused(error.message)
 
 
 def _parse_call(value: Mapping[str, Any], defaults: Defaults) -> BatchCall:

@@ -158,6 +158,7 @@ def test_messages_of_invalid_lines(value: object, message: str) -> None:
     refused = parse_task(value, 0, DEFAULTS)
     assert isinstance(refused, Refused)
     assert message in refused.message
+    assert not refused.message.endswith("?.")
     assert not refused.as_call
 
 
