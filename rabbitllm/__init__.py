@@ -49,6 +49,11 @@ _HOME = {
 __all__ = ["__version__", *_HOME]
 
 
+# huggingface_hub takes an empty path for the working folder, and an empty address for none
+for _name in [name for name, value in os.environ.items() if not value]:
+    if _name.startswith("HF_") or _name in ("XDG_CACHE_HOME", "HUGGINGFACE_HUB_CACHE", "GOMP_SPINCOUNT"):
+        del os.environ[_name]
+
 # libgomp reads it when torch is imported; see `base/openmp.py`
 if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
     os.environ["GOMP_SPINCOUNT"] = "20000"

@@ -27,6 +27,7 @@ from rabbitllm.base.options import (
 from rabbitllm.base.terminal import harmless
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.display import split_display
+from rabbitllm.display.wait_status import waiting
 from rabbitllm.errors import OptionError, SplitMismatchError, system_errors_by_name
 from rabbitllm.splitter.filler import ShardExecutor
 from rabbitllm.store.layer_store import LayerStore, UnsplitStore
@@ -322,8 +323,8 @@ class LoadRequest:
 
     @property
     def loading(self) -> str:
-        """The status of rich while it is loaded."""
-        return f"loading {harmless(self.spec.name)} …".replace("[", r"\[")
+        """What is said while it is loaded."""
+        return f"loading {harmless(self.spec.name)} …"
 
     def too_little(self, *, loads: bool = False) -> TooLittle:
         """What follows if memory is short: with a device or limits it is for this machine, as one that it loads."""
@@ -383,7 +384,7 @@ class Prepared:
         from rabbitllm.engine import load
 
         run = self.request.run if run is None else run
-        status = console.status(self.request.loading) if console is not None else contextlib.nullcontext()
+        status = waiting(console, self.request.loading) if console is not None else contextlib.nullcontext()
         with status, self.opened(run) as (store, home, *holders):
 
             def load_part(share: PartChooser | None = None) -> StreamedModel:

@@ -59,6 +59,8 @@ class AbsentWeightError(RabbitLLMError, RuntimeError):
 class ReadOnlyWeightError(RabbitLLMError, RuntimeError):
     """Attempt to write to a weight that is not in memory, or is there only as codes.
 
+    Writes through `torch.from_dlpack(weight)` or `untyped_storage()` cannot be noticed: they are lost.
+
     What to do:
         Load the model without `compression` and with enough `max_memory` for the weight, and change it then.
     """

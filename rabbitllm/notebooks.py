@@ -173,7 +173,7 @@ def _take_secret(name: str) -> None:
 def _kind(environment: Mapping[str, str]) -> str:
     if (ROOT / "kaggle" / "working").is_dir():
         return "Kaggle"
-    return "Colab" if _COLAB_VARIABLE in environment else ELSEWHERE
+    return "Colab" if environment.get(_COLAB_VARIABLE) else ELSEWHERE
 
 
 def _scratch(host: str) -> Path | None:

@@ -257,9 +257,9 @@ class Hosts:
             OptionError: the variables contradict each other.
         """
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        if any(name not in environment for name in names):
+        rank, ranks, host, port = values = [environment.get(name, "") for name in names]
+        if not all(values):
             return None
-        rank, ranks, host, port = (environment[name] for name in names)
         if not (rank.isdigit() and ranks.isdigit() and int(rank) < int(ranks)):
             raise OptionError(
                 f"RANK={rank} and WORLD_SIZE={ranks} contradict each other; expected 0 <= RANK < WORLD_SIZE.",

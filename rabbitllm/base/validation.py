@@ -27,6 +27,11 @@ _EXPECTED = {
 """Type of an error of pydantic -> what was expected."""
 
 
+def _in_short(value: Any) -> Any:
+    """2.0 as 2."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def problem_of(errors: Iterable[Mapping[str, Any]]) -> str:
     """Return the problem with one value: `expected at least 1`, `expected text or a list`, `is missing`.
 
@@ -38,7 +43,7 @@ def problem_of(errors: Iterable[Mapping[str, Any]]) -> str:
     others: dict[str, None] = {}
     actual = ""
     for error in errors:
-        context = error.get("ctx", {})
+        context = {name: _in_short(value) for name, value in error.get("ctx", {}).items()}
         if error["type"] in _EXPECTED:
             expected[_EXPECTED[error["type"]].format(**context)] = None
         elif error["type"] == "missing":

@@ -15,22 +15,17 @@ such as whether a prompt fits the model's context, come later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+from pydantic import AliasChoices, Field
 
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.reasoning import Thinking
-from rabbitllm.generation.request import (
-    MAX_CHOICES,
-    PENALTIES,
-    POOLINGS,
-    SEEDS,
-    Pooling,
-    Sampling,
-    biases_of,
-    check_counts,
-)
+from rabbitllm.generation.request import POOLINGS, Pooling, Sampling, check_counts
+from rabbitllm.server.api_error import APIError
+from rabbitllm.server.schemas import NO_LIMIT, Count, GenerationBody, parsed
 
 Key = str | int
 """The identity of a line in the output: its `id`, its `custom_id`, else its number in the input, from 1."""
@@ -295,6 +290,8 @@ def parse_task(value: Any, index: int, defaults: Defaults) -> Task:
         return _parse_call(value, defaults) if is_call(value) else _parse_native(value, index, defaults)
     except LineError as error:
         return Refused(f"{error}.", as_call=is_call(value))
+    except APIError as error:
+        return Refused(error.message)
 
 
 def _parse_call(value: Mapping[str, Any], defaults: Defaults) -> BatchCall:
@@ -340,17 +337,15 @@ def _parse_generation(value: Mapping[str, Any], field: str, index: int, defaults
         prompt = _tokens(raw, field)
     if not prompt:
         raise LineError(f"{field} is empty")
-    limit = "max_new_tokens" if value.get("max_tokens") is None else "max_tokens"
-    may_cut = value.get(limit) in (None, -1)
-    max_new_tokens = defaults.max_new_tokens if may_cut else _number(value, limit, 0)
-    if value.get("repetition_penalty") is None:
-        value = {**value, "repetition_penalty": _number(value, "repeat_penalty", None)}
-    usual = defaults.sampling.nth(index)
-    numbers = {name: _number(value, name, default) for name, default in asdict(usual).items() if name in _NUMBERS}
-    numbers |= {"top_k": 0} if numbers["top_k"] == -1 else {}
-    sampling = replace(usual, **numbers, **_of_tokens(value))
-    count, stops = _number(value, "n", 1), _stops(value, defaults)
-    return Generate(prompt, max_new_tokens, sampling, stops, count, defaults.thinking, may_cut)
+    options = parsed(LineOptions, {name: value[name] for name in _OPTIONS if value.get(name) is not None})
+    limit = defaults.max_new_tokens
+    if not (may_cut := options.max_tokens in (None, NO_LIMIT)):
+        limit = options.max_tokens or 0
+    if (options.min_tokens or 0) > limit:
+        raise LineError(f"min_tokens is {options.min_tokens}, and the limit of new tokens {limit}")
+    sampling = options.sampling.over(defaults.sampling.nth(index))
+    stops = defaults.stop if options.stop is None else options.stops
+    return Generate(prompt, limit, sampling, stops, options.n or 1, defaults.thinking, may_cut)
 
 
 def _messages(messages: Any) -> tuple[Mapping[str, Any], ...]:
@@ -428,62 +423,17 @@ def _parse_embedding(value: Mapping[str, Any], defaults: Defaults) -> Embed:
     return Embed(texts, not isinstance(raw, str), pooling, normalise)
 
 
-def _stops(value: Mapping[str, Any], defaults: Defaults) -> tuple[str, ...]:
-    raw = value.get("stop")
-    if raw is None:
-        return defaults.stop
-    texts = (raw,) if isinstance(raw, str) else raw
-    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise LineError(f"stop is {_type_name(raw)}; expected a text, or a list of texts")
-    return tuple(dict.fromkeys(text for text in texts if text))
+class LineOptions(GenerationBody):
+    """The options of a line in this package's format, with the types and bounds of a request to the server."""
+
+    max_tokens: Count | None = Field(None, validation_alias=AliasChoices("max_tokens", "max_new_tokens"))
 
 
-_NUMBERS: Mapping[str, tuple[type, Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("max_tokens", "max_new_tokens"), (int, lambda n: n >= 0, "a whole number from 0, or -1")),
-    "temperature": (float, lambda n: 0 <= n <= 100, "a number from 0 to 100"),
-    "top_p": (float, lambda n: 0 < n <= 1, "more than 0 and at most 1"),
-    "seed": (int, lambda n: -SEEDS <= n <= SEEDS, "one of 64 bits"),
-    "top_k": (int, lambda n: -1 <= n <= SEEDS, "a whole number from -1"),
-    "min_p": (float, lambda n: 0 <= n <= 1, "a number from 0 to 1"),
-    **dict.fromkeys(
-        ("repetition_penalty", "repeat_penalty"),
-        (float, lambda n: PENALTIES[0] <= n <= PENALTIES[1], "a number from 0.01 to 100"),
-    ),
-    **dict.fromkeys(
-        ("presence_penalty", "frequency_penalty"), (float, lambda n: -2 <= n <= 2, "a number from -2 to 2")
-    ),
-    "min_tokens": (int, lambda n: n >= 0, "a whole number from 0"),
-    "n": (int, lambda n: 1 <= n <= MAX_CHOICES, f"1 to {MAX_CHOICES}"),
-}
-"""Key -> its kind, whether a value is allowed, and what is expected."""
-_OPTIONS = (*_NUMBERS, "stop", "logit_bias", "ignore_eos", "pooling", "normalise")
-KEYS = frozenset({"id", "custom_id", "method", "url", "body", "context", *_KINDS, *_OPTIONS, *_OF_CALLS})
+_OPTIONS = ("max_tokens", "max_new_tokens", "repeat_penalty", "n", "stop", *(field.name for field in fields(Sampling)))
+KEYS = frozenset(
+    {"id", "custom_id", "method", "url", "body", "context", *_KINDS, *_OPTIONS, *_OF_CALLS, "pooling", "normalise"}
+)
 """All keys that are read; others are columns of the user."""
-
-
-def _number(value: Mapping[str, Any], name: str, default: Any) -> Any:
-    raw = value.get(name)
-    if raw is None:
-        return default
-    type_, is_good, expected = _NUMBERS[name]
-    if not (type(raw) is int or (type_ is float and type(raw) is float)) or not is_good(raw):
-        raise LineError(f"{name} is {_shown(raw)}; expected {expected}")
-    return type_(raw)
-
-
-def _of_tokens(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a line that are no numbers."""
-    options = {name: value[name] for name in ("logit_bias", "ignore_eos") if value.get(name) is not None}
-    if not isinstance(options.get("ignore_eos", True), bool):
-        raise LineError(f"ignore_eos is {_type_name(options['ignore_eos'])}; expected true or false")
-    if "logit_bias" in options:
-        if not isinstance(biases := options["logit_bias"], Mapping):
-            raise LineError(f"logit_bias is {_type_name(biases)}; expected an object")
-        try:
-            options["logit_bias"] = biases_of({name: bias for name, bias in biases.items() if bias is not None})
-        except ValueError as error:
-            raise LineError(f"logit_bias: {error}") from None
-    return options
 
 
 def _type_name(value: Any) -> str:

@@ -263,7 +263,7 @@ class ChatLoop:
     _pictures: tuple[MediaFile, ...] = field(default=(), init=False)
 
     def run(self, in_place: dict[str, int] | None = None) -> bool:
-        """Run until the input ends or /exit; returns whether there were no errors.
+        """Run until the input ends or /exit; returns False if a pipe's message or command was refused.
 
         Args:
             in_place: see `show_stats`.
@@ -299,7 +299,7 @@ class ChatLoop:
                 self._refuse(
                     f"{type(error).__name__}: {harmless(str(error), 500)}\n  What to do: /save writes the conversation."
                 )
-        return not self._failed
+        return self.streams.interactive or not self._failed  # at a terminal the user has seen and mended it
 
     def _take(self, message: str) -> bool:
         """Handle a message or command; returns whether to continue."""

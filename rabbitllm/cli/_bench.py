@@ -56,6 +56,7 @@ def bench_command(
     from rabbitllm.base.options import ShardPolicy
     from rabbitllm.bench import BenchRequest, as_record, headline, measure, show, summary
     from rabbitllm.display.pictures import check_picture, draw_pass
+    from rabbitllm.display.wait_status import waiting
     from rabbitllm.telemetry.profiler import check_trace
 
     for picture in filter(None, (plot, plot_tiers)):
@@ -64,8 +65,8 @@ def bench_command(
         check_trace(trace)
     request = options.request(model, shards=ShardPolicy.KEEP, of_split={"profiling": True}, exact=exact)
     generation, drafting = BenchRequest(tokens, prompt_tokens, batch, turns), command_draft(draft, request)
-    with Console(stderr=True).status("starting") as status:
-        measured = measure(request, generation, lambda text: status.update(f"{text} …"), drafting)
+    with waiting(Console(stderr=True), "starting") as status:
+        measured = measure(request, generation, status.say, drafting)
     if plot is not None:
         draw_pass(measured.trace, plot, headline(measured), summary(measured))
     if plot_tiers is not None:

@@ -55,9 +55,10 @@ def quality_command(
     """
     from rich.console import Console
 
+    from rabbitllm.display.wait_status import waiting
     from rabbitllm.evaluation.quality import quality, show
 
-    with Console(stderr=True).status("starting") as status:
+    with waiting(Console(stderr=True), "starting") as status:
         result = quality(
             model,
             against,
@@ -74,6 +75,6 @@ def quality_command(
             revision=options.revision,
             trust_remote_code=options.trust_remote_code,
             verify_checksums=not options.no_verify_checksums,
-            say=lambda text: status.update(f"{text} …"),
+            say=status.say,
         )
     put_result(as_json, result.as_json, lambda console: show(result, console))

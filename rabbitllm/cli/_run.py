@@ -84,6 +84,7 @@ def run_command(
     from rabbitllm.auto_model import load_with_draft
     from rabbitllm.base.options import expand
     from rabbitllm.display.answer_printer import AnswerPrinter
+    from rabbitllm.display.wait_status import waiting
     from rabbitllm.errors import OptionError
     from rabbitllm.generation.grammar import Grammar
     from rabbitllm.generation.media import media_files
@@ -129,11 +130,12 @@ def run_command(
     )
     logging.set_verbosity_error()  # no warnings about missing kernels amid an answer
     printer = AnswerPrinter(errors)
-    with errors.status("reading the prompt …") as status:
+    with waiting(errors, "reading the prompt …") as status:
+        stop = status.spinner.stop
         result = (
-            answer(loaded, generation, lambda text: None, status.stop, drafting)
+            answer(loaded, generation, lambda text: None, stop, drafting)
             if as_json
-            else answer(loaded, generation, printer.write, status.stop, drafting, printer.think)
+            else answer(loaded, generation, printer.write, stop, drafting, printer.think)
         )
     printer.end()
     if as_json:

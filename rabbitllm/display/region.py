@@ -52,11 +52,11 @@ def form_of(stream: Any, environment: Mapping[str, str] = os.environ) -> Display
     isatty = getattr(stream, "isatty", None)
     if isatty is None or not isatty():
         return DisplayForm.LINES
-    if environment.get("TERM") == "dumb" or "JPY_PARENT_PID" in environment:
+    if environment.get("TERM") == "dumb" or environment.get("JPY_PARENT_PID"):
         return DisplayForm.LINES
     if type(stream).__module__ == "rich.file_proxy":
         return DisplayForm.LINES
-    if os.name == "nt" and "WT_SESSION" not in environment:  # an older console may not support escape sequences
+    if os.name == "nt" and not environment.get("WT_SESSION"):  # an older console may not support escape sequences
         return DisplayForm.LINES
     return DisplayForm.TERMINAL
 

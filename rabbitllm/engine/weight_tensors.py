@@ -1,8 +1,9 @@
 """Tensors that stand for weights: placeholders of those that are not in memory, and quantized matrices.
 
 Neither can be written to: merging an adapter, loading other weights or initialising again would be lost with the next
-pass, or have no effect, without an error. So functions that write are refused, also through a view. Reading a weight
-that is not in memory makes the weight itself, or is refused too. `torch.nn.functional.linear` multiplies the quantized
+pass, or have no effect, without an error. So functions that write are refused, also through a view. Writes to memory
+that `__dlpack__` or a view's `untyped_storage` gave are not seen: torch has no read-only memory. Reading a weight that
+is not in memory makes the weight itself, or is refused too. `torch.nn.functional.linear` multiplies the quantized
 weight of a Linear from its codes; any other operation uses a dequantized matrix, which is freed after it.
 """
 

@@ -210,6 +210,7 @@ class Scheduler:
         running: sequences by priority, and in the order in which they were admitted.
         caches: their KV caches.
         totals: totals since the start; other fields have their defaults.
+        has_failed: whether an error ended the batch's thread.
     """
 
     def __init__(self, model: StreamedModel, limits: Limits) -> None:
@@ -226,6 +227,7 @@ class Scheduler:
         looks_ahead = draft is not None or (keeps(model) and not limits.exact and can_go_back(model))
         self._drafts = BatchDrafts(model, draft, self.totals, self._runner) if looks_ahead else None
         self._closing: float | None = None  # time at which unfinished requests are cancelled
+        self.has_failed = False
         self._pauses = 0
         self._change = own_lock(threading.Condition())
 
@@ -237,8 +239,11 @@ class Scheduler:
         Raises:
             BusyError: the request queue is full.
             ClosedError: the queue is closed.
+            BatchError: the batch's thread has failed.
         """
         with self._change:
+            if self.has_failed:
+                raise BatchError("The server has failed; its log has the reason.", "Start the server again.")
             if self._closing is not None:
                 raise ClosedError("The server is shutting down.", "Start the server again.")
             self._check_queue(sequence.request.owner)
@@ -520,7 +525,8 @@ class Scheduler:
 
     def end(self, how: BaseException | FinishReason) -> None:
         """Finish all sequences, restore the model, and close the files."""
-        until = 0.0 if isinstance(how, BaseException) or self._closing is None else self._closing
+        self.has_failed = isinstance(how, BaseException)
+        until = 0.0 if self.has_failed or self._closing is None else self._closing
         self.close(0.0)
         for sequence in (*self.running, *self.waiting):
             try:

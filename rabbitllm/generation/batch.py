@@ -111,6 +111,7 @@ class Batch:
         Raises:
             BusyError: the request queue is full.
             ClosedError: the batch accepts no more requests.
+            BatchError: its thread has failed.
             OptionError: the request can never be answered; see `check_answerable`.
             ForkedError: this process was forked from the one that made the batch.
         """

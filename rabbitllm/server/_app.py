@@ -63,7 +63,6 @@ from rabbitllm.server.api_error import (
     APIError,
     bad,
     bad_options,
-    closing,
 )
 from rabbitllm.server.embeddings import (
     NO_RECIPE,
@@ -142,7 +141,7 @@ def create_app(models: Models) -> ASGIApp:
 
     def refused(scope: Scope) -> APIError | None:
         closed = models.is_closing and scope["path"] not in ALWAYS
-        return wrong_key(scope, settings.api_key, OPEN) or (closing() if closed else None)
+        return wrong_key(scope, settings.api_key, OPEN) or (models.closing() if closed else None)
 
     answered = ExceptionMiddleware(routed, {HTTPException: _answer_error, Exception: _answer_error})
     guarded: ASGIApp = Guard(answered, refused)
@@ -332,7 +331,7 @@ def routes(models: Models) -> list[BaseRoute]:
 
     async def health(request: Request) -> Response:
         state = _health(models, in_full=key_of(request.scope, settings.api_key) is not None)
-        return JsonResponse(state, 200 if models.is_alive else CLOSING)
+        return JsonResponse(state, CLOSING if models.has_failed or models.is_closing else 200)
 
     async def status(request: Request) -> Response:
         name = request.query_params.get("model")
@@ -452,7 +451,7 @@ _OF_HEALTH = ("running", "waiting", "cache_bytes", *_LIMITS_OF_HEALTH)
 
 
 def _health(models: Models, *, in_full: bool) -> dict[str, Any]:
-    status = "ok" if models.is_alive else "shutting down" if models.is_closing else "failed"
+    status = "failed" if models.has_failed else "shutting down" if models.is_closing else "ok"
     if not in_full:
         return {"status": status}
     all_stats = [service.batch.stats for service in models.services]

@@ -143,9 +143,9 @@ class Models:
         return models
 
     @property
-    def is_alive(self) -> bool:
-        """Whether requests are answered."""
-        return not self.is_closing and all(service.batch.error is None for service in self.services)
+    def has_failed(self) -> bool:
+        """Whether the thread that computes a model's answers has failed."""
+        return any(service.batch.error is not None for service in self.services)
 
     @property
     def is_moving(self) -> bool:
@@ -198,7 +198,7 @@ class Models:
         """
         entry = self.entry(name)
         if self.is_closing:
-            raise closing()
+            raise self.closing()
         if len(entry.waiters) >= self._most_waiting:
             raise api_error_of(BusyError("The request queue is full.", "Try again.", 10.0))
         self._loop = asyncio.get_running_loop()
@@ -254,6 +254,10 @@ class Models:
         for thread in threads:
             thread.join()
 
+    def closing(self) -> APIError:
+        """The error of requests while the server ends."""
+        return closing(failed=self.has_failed)
+
     def states(self) -> list[Mapping[str, Any]]:
         """The models as `/status` shows them: requests in `waiting` wait for the load."""
         return [
@@ -305,7 +309,7 @@ class Models:
 
     def _refuse_waiters(self) -> None:
         for entry in self.entries:
-            self._fail(entry, closing())
+            self._fail(entry, self.closing())
         self._notify()
 
     def _fail(self, entry: Entry, error: APIError) -> None:

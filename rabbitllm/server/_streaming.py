@@ -31,7 +31,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from rabbitllm.errors import BusyError, ClosedError, NotANumberError, OptionError
+from rabbitllm.errors import BatchError, BusyError, ClosedError, NotANumberError, OptionError
 from rabbitllm.generation.request import Delta, Event, Failed, FinishReason, Request, Result, TokenLogprob
 from rabbitllm.server.answers import ChatChoices, CompletionChoices, ResponseBuilder
 from rabbitllm.server.api_error import BROKEN, BUSY, NOT_A_NUMBER, TOO_LATE, APIError, bad, closing
@@ -242,8 +242,8 @@ def api_error_of(error: Exception) -> APIError:
             code="queue_full",
             headers={"retry-after": str(seconds)},
         )
-    if isinstance(error, ClosedError):
-        return closing()
+    if isinstance(error, BatchError):
+        return closing(failed=not isinstance(error, ClosedError))
     if isinstance(error, OptionError):
         return bad(error.problem)
     logger.error("A request failed.", exc_info=error)

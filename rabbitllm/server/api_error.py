@@ -140,11 +140,12 @@ def refuse_others(value: Mapping[str, Any], names: Collection[str], where: str =
             raise unsupported(f"{harmless(full, 100)} is not supported; omit it.", full)
 
 
-def closing() -> APIError:
-    """The error while the server shuts down."""
-    return APIError(
-        CLOSING, "The server is shutting down.", code="shutting_down", headers={"retry-after": "10", **CLOSE}
-    )
+def closing(*, failed: bool = False) -> APIError:
+    """The error while the server shuts down, also since the thread that computes answers has failed."""
+    headers = {"retry-after": "10", **CLOSE}
+    if failed:
+        return APIError(CLOSING, "The server has failed; its log has the reason.", code="failed", headers=headers)
+    return APIError(CLOSING, "The server is shutting down.", code="shutting_down", headers=headers)
 
 
 PROMPT_ERRORS = (PromptRefused, OptionError, MediaError, ProcessorError, MissingPackageError)

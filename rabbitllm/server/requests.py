@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import MediaError
 from rabbitllm.generation.media import openai_part, text_of_parts
 from rabbitllm.generation.reasoning import Thoughts
-from rabbitllm.generation.request import MAX_CHOICES, ModelLimits, Prompt, Request, Sampling, ThinkingBudget
+from rabbitllm.generation.request import MAX_CHOICES, ModelLimits, Prompt, Request, ThinkingBudget
 from rabbitllm.generation.template import ChatTemplate
 from rabbitllm.server._grammars import answer_grammar, must_call, types_of
 from rabbitllm.server._tools import FORMS, call_tokens
@@ -38,8 +38,6 @@ from rabbitllm.server.settings import Settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-MAX_STOP_CHARACTERS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +101,7 @@ def _requests_of(
     count: int,
 ) -> tuple[Request, ...]:
     """`count` requests for each prompt: all of the first, then all of the second; each prompt with its new tokens."""
-    if any(len(stop) > MAX_STOP_CHARACTERS for stop in stops):
-        raise bad(f"A text of stop has more than {MAX_STOP_CHARACTERS:,} characters.", "stop")
-    requested = Sampling(**{option.name: getattr(body, option.name) for option in fields(Sampling)})
+    requested = body.sampling
     with bad_options("logit_bias"):
         limits.check_bias(requested)
     least = min(new for _, new in prompts)

@@ -7,17 +7,20 @@ answer (`HARMLESS`) or have a value that changes none (`NEUTRAL`).
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from rabbitllm.base.terminal import harmless
 from rabbitllm.base.validation import problem_of
-from rabbitllm.generation.request import MAX_CHOICES, PENALTIES, SEEDS, biases_of
+from rabbitllm.generation.request import MAX_CHOICES, PENALTIES, SEEDS, Sampling, biases_of
 from rabbitllm.server.api_error import bad, unsupported
 
 MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 1_000
 MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 128
@@ -96,15 +99,22 @@ class GenerationBody(_Strict):
     stream_options: StreamOptionsBody | None = None
 
     @property
+    def sampling(self) -> Sampling:
+        """How tokens are chosen, as far as the body says."""
+        return Sampling(**{option.name: getattr(self, option.name) for option in fields(Sampling)})
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """Texts at which an answer ends, without empty ones.
 
         Raises:
-            APIError: too many.
+            APIError: too many, or too long.
         """
         texts = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(texts) > MAX_STOPS:
             raise bad(f"stop has {len(texts)} texts; expected at most {MAX_STOPS}.", "stop")
+        if any(len(text) > MAX_STOP_CHARACTERS for text in texts):
+            raise bad(f"A text of stop has more than {MAX_STOP_CHARACTERS:,} characters.", "stop")
         return tuple(dict.fromkeys(text for text in texts if text))
 
     @property
@@ -276,14 +286,20 @@ def parsed(schema: type[_Parsed], body: Any) -> _Parsed:
     try:
         checked = schema.model_validate(body)
     except ValidationError as error:
-        details = error.errors(include_url=False, include_input=False)
+        details = error.errors(include_url=False)
         first = _field(details[0]["loc"])
         within = [name for name in (_field(detail["loc"]) for detail in details) if f"{name}.".startswith(f"{first}.")]
         where = max(within, key=_items)
-        problem = problem_of([detail for detail in details if _field(detail["loc"]) == where][:4])
+        of_it = [detail for detail in details if _field(detail["loc"]) == where][:4]
+        problem = problem_of({**detail, "input": _quoted(detail["input"])} for detail in of_it)
         raise bad(f"{where or 'The body'}: {problem}.", first or None) from None
     _refuse_unknown(checked, "")
     return checked
+
+
+def _quoted(value: Any) -> Any:
+    """A text as JSON shows it, at its beginning, since "1" is no number; anything else as it is."""
+    return json.dumps(value[:50]) if isinstance(value, str) else value
 
 
 def _items(field: str) -> list[int]:

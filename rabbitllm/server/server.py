@@ -140,8 +140,8 @@ FLUSH_SECONDS = 5.0
 """Seconds for clients to read their answers after the batch has ended."""
 FORCED_SECONDS = 3.0
 """Seconds from a second signal until the process exits, even in the middle of a pass."""
-FORCED = 130
-"""Exit code in that case."""
+FORCED, FAILED = 130, 1
+"""Exit codes in that case, and after a batch has failed."""
 BACKLOG = 512
 
 
@@ -179,6 +179,14 @@ class Server(uvicorn.Server):
         self._on_start = on_start
         self.was_forced = False
 
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code if the process must end at once: a pass, or the load of a model, cannot be interrupted, and a
+        device may not work any more after an error."""
+        if self.was_forced:
+            return FORCED
+        return FAILED if self._models.has_failed else 0 if self._models.is_moving else None
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """See uvicorn; a terminal that closes (SIGHUP) ends the server as SIGTERM does, unless `nohup` ignores it."""
@@ -200,6 +208,13 @@ class Server(uvicorn.Server):
             exit_timer = threading.Timer(FORCED_SECONDS, os._exit, (FORCED,))
             exit_timer.daemon = True
             exit_timer.start()
+
+    async def on_tick(self, counter: int) -> bool:
+        """See uvicorn; called ten times a second. A batch that has failed ends the server."""
+        if self._models.has_failed and not self._models.is_closing:
+            logger.error("the thread that computes answers has failed; the server ends with exit code %d", FAILED)
+            self.end()
+        return await super().on_tick(counter)
 
     def end(self, *, now: bool = False) -> None:
         """Refuse new requests, finish running ones, and return from `serve`; safe to call from any thread.
@@ -254,7 +269,7 @@ def serve(models: Models, listening: socket.socket, grace: float | None, started
         OptionError: the address is no longer available.
 
     Returns:
-        The exit code, if the process must end at once: a pass, or the load of a model, cannot be interrupted.
+        See `Server.exit_code`.
     """
     server = Server(models, grace, started)
 
@@ -268,7 +283,7 @@ def serve(models: Models, listening: socket.socket, grace: float | None, started
             trimmer.cancel()
 
     asyncio.run(run())
-    return FORCED if server.was_forced else 0 if models.is_moving else None
+    return server.exit_code
 
 
 def put_greeting(console: Console, service: Service, address: str, *, is_local: bool) -> None:

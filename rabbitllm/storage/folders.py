@@ -114,7 +114,7 @@ def host_of(environment: Mapping[str, str], root: Path = Path("/")) -> Host | No
     if host is None and (
         (root / ".dockerenv").exists()
         or (root / "run/.containerenv").exists()
-        or "KUBERNETES_SERVICE_HOST" in environment
+        or environment.get("KUBERNETES_SERVICE_HOST")
     ):
         return _CONTAINER
     return host

@@ -34,8 +34,8 @@ class Body(BaseModel):
 @pytest.mark.parametrize(
     ("field", "value", "problem"),
     [
-        ("above", 0.0, "expected more than 0.0"),
-        ("above", 2.0, "expected at most 1.0"),
+        ("above", 0.0, "expected more than 0"),
+        ("above", 2.0, "expected at most 1"),
         ("above", "1", "expected a number"),
         ("least", 0, "expected at least 1"),
         ("least", 10, "expected less than 10"),

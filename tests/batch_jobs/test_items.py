@@ -94,13 +94,13 @@ def test_a_line_keeps_the_options_that_it_does_not_set() -> None:
     ("value", "message"),
     [
         ({"prompt": "a", "max_completion_tokens": 2}, "max_completion_tokens is not supported here; omit it, or write"),
-        ({"prompt": "a", "logit_bias": [1]}, "logit_bias is a list; expected an object"),
+        ({"prompt": "a", "logit_bias": [1]}, "logit_bias: expected an object"),
         ({"prompt": "a", "logit_bias": {"a": 1}}, "logit_bias: expected ids of tokens as keys, found 'a'"),
         ({"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias: expected biases from -100 to 100, found 101"),
         ({"prompt": "a", "logit_bias": {"1": True}}, "logit_bias: expected biases from -100 to 100, found True"),
-        ({"prompt": "a", "ignore_eos": 1}, "ignore_eos is a number; expected true or false"),
-        ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty is 0; expected a number from 0.01 to 100"),
-        ({"prompt": "a", "min_p": 1.2}, "min_p is 1.2; expected a number from 0 to 1"),
+        ({"prompt": "a", "ignore_eos": 1}, "ignore_eos: expected true or false, not 1"),
+        ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty: expected at least 0.01, not 0"),
+        ({"prompt": "a", "min_p": 1.2}, "min_p: expected at most 1, not 1.2"),
         ({"prompt": "a", "tools": [{}]}, "tools is not supported here"),
         (
             {"prompt": "a", "structured_outputs": {"regex": "a"}},
@@ -112,8 +112,8 @@ def test_a_line_keeps_the_options_that_it_does_not_set() -> None:
         ({"prompt": "a", "best_of": 2}, "best_of is not supported here"),
         ({"prompt": "a", "echo": True}, "echo is not supported here"),
         ({"prompt": "a", "logprobs": 3}, "logprobs is not supported here"),
-        ({"prompt": "a", "repeat_penalty": 0}, "repeat_penalty is 0; expected a number from 0.01 to 100"),
-        ({"prompt": "a", "top_k": -2}, "top_k is -2; expected a whole number from -1"),
+        ({"prompt": "a", "repeat_penalty": 0}, "repeat_penalty: expected at least 0.01, not 0"),
+        ({"prompt": "a", "top_k": -2}, "top_k: expected at least -1, not -2"),
         ([], "The line is a list; expected an object"),
         (None, "The line is null; expected an object"),
         ({}, "the line has none of them"),
@@ -126,15 +126,24 @@ def test_a_line_keeps_the_options_that_it_does_not_set() -> None:
         ({"messages": "a"}, "messages is a text; expected a list"),
         ({"messages": [{"content": "a"}]}, "messages.0 is not a message"),
         ({"messages": [{"role": "user"}]}, "messages.0.content is missing"),
-        ({"prompt": "a", "max_tokens": -2}, "max_tokens is -2; expected a whole number from 0, or -1"),
-        ({"prompt": "a", "max_tokens": 1.5}, "max_tokens is 1.5"),
-        ({"prompt": "a", "max_tokens": True}, "max_tokens is True"),
-        ({"prompt": "a", "temperature": -1}, "temperature is -1; expected a number from 0 to 100"),
-        ({"prompt": "a", "temperature": "hot"}, "temperature is 'hot'"),
-        ({"prompt": "a", "top_p": 0}, "top_p is 0"),
-        ({"prompt": "a", "seed": 1 << 70}, "seed is "),
-        ({"prompt": "a", "n": 1000}, "n is 1000"),
-        ({"prompt": "a", "stop": 5}, "stop is a number"),
+        ({"prompt": "a", "max_tokens": -2}, "max_tokens: expected at least 0, or -1 for no limit"),
+        ({"prompt": "a", "max_tokens": 1.5}, "max_tokens: expected a whole number, not 1.5"),
+        ({"prompt": "a", "max_tokens": True}, "max_tokens: expected a whole number, not True"),
+        ({"prompt": "a", "temperature": -1}, "temperature: expected at least 0, not -1"),
+        ({"prompt": "a", "temperature": 9}, "temperature: expected at most 2, not 9"),
+        (
+            {"prompt": "a", "max_tokens": 1, "max_new_tokens": 2},
+            "max_new_tokens is not supported; omit it.",
+        ),
+        ({"prompt": "a", "max_new_tokens": -2}, "max_new_tokens: expected at least 0"),
+        ({"prompt": "a", "max_tokens": 1, "min_tokens": 2}, "min_tokens is 2, and the limit of new tokens 1"),
+        ({"prompt": "a", "stop": ["a"] * 65}, "stop has 65 texts; expected at most 64"),
+        ({"prompt": "a", "stop": "a" * 1001}, "A text of stop has more than 1,000 characters"),
+        ({"prompt": "a", "temperature": "hot"}, 'temperature: expected a number, not "hot"'),
+        ({"prompt": "a", "top_p": 0}, "top_p: expected more than 0, not 0"),
+        ({"prompt": "a", "seed": 1 << 70}, "seed: expected at most"),
+        ({"prompt": "a", "n": 1000}, "n: expected at most 128, not 1000"),
+        ({"prompt": "a", "stop": 5}, "stop: expected text or a list, not 5"),
         ({"context": 5, "continuation": "a"}, "context is a number"),
         ({"context": "a", "continuation": ""}, "none of them empty"),
         ({"context": "a", "choices": "b"}, "choices is a text; expected a list of texts"),
@@ -149,6 +158,7 @@ def test_messages_of_invalid_lines(value: object, message: str) -> None:
     refused = parse_task(value, 0, DEFAULTS)
     assert isinstance(refused, Refused)
     assert message in refused.message
+    assert not refused.message.endswith("?.")
     assert not refused.as_call
 
 

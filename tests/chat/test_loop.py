@@ -120,6 +120,13 @@ def test_damaged_file_is_refused(model: Any, tmp_path: Path, text: str) -> None:
     assert (tmp_path / "talk.json").read_text() == text
 
 
+@pytest.mark.parametrize("interactive", [True, False])
+def test_a_refused_command_fails_a_script_alone(model: Any, interactive: bool) -> None:
+    talk = Talk(model, "/nonsense", "Hello?", "/exit", interactive=interactive)
+    assert "There is no command '/nonsense'" in talk.notes
+    assert talk.well is interactive
+
+
 def test_other_files_are_not_overwritten(model: Any, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     talk = Talk(model, "Hello?", f"/save {tmp_path}/notes.txt")

@@ -104,6 +104,7 @@ def test_hosts_of_options_and_environment() -> None:
     console = Console(quiet=True)
     assert hosts_for(0, None, "m", console, {}) is None
     assert hosts_for(0, None, "m", console, {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}) is None
+    assert hosts_for(0, None, "m", console, {**TORCHRUN, "RANK": ""}) is None
     assert hosts_for(0, None, "m", console, TORCHRUN) == Hosts("127.0.0.1:29500", 0, 1)
     assert hosts_for(0, None, "m", console, {**TORCHRUN, "RANK": "0"}) == Hosts("127.0.0.1:29500", 2, 0)
     hosts = hosts_for(2, "10.0.0.1:29500", "m", console, TORCHRUN)

@@ -669,14 +669,20 @@ def test_scores_that_are_no_numbers_end_the_request(served: Running, stream: boo
     assert served.post(COMPLETION, {"prompt": "the rain", "max_tokens": 3}).status_code == 200
 
 
-def test_failed_batch_is_unhealthy(split_folder: Path) -> None:
+def test_a_failed_batch_ends_the_server_and_says_so(split_folder: Path) -> None:
     with running(split_folder) as served:
+        served.models.entries[0].users += 1  # it ends after this request
         served.batch._scheduler.step = lambda: 1 / 0  # type: ignore
         refused(served.post(COMPLETION, LONG), 500, "internal_error")
-        with served.http as client:
-            answer = client.get("/health")
-            assert (answer.status_code, answer.json()["status"]) == (503, "failed")
-        refused(served.post(COMPLETION, LONG), 503)
+        for _ in range(2):  # before the server notices it, and while it ends
+            with served.http as client:
+                answer = client.get("/health")
+                assert (answer.status_code, answer.json()["status"]) == (503, "failed")
+            assert "has failed; its log" in refused(served.post(COMPLETION, LONG), 503, "failed")
+            until(lambda: served.models.is_closing)
+        served.models.entries[0].users -= 1
+        until(lambda: served.server.should_exit)
+        assert served.server.exit_code == 1
 
 
 PLAIN = (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from rabbitllm.errors import CheckpointNotFoundError, HubError, OptionError
 from rabbitllm.store import locations
 from rabbitllm.store.locations import resolve_name, served_name, similar_names
 from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards, write_torch
+from tests.support.fresh_process import python
 from tests.support.gguf_files import write_gguf
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.splitting import Call, interrupted
@@ -284,3 +286,16 @@ def test_split_directories_are_served_as_their_models(tmp_path: Path, hub_enviro
         prepare.ensure_split(source, prepare.split_options(None, min_free_disk=0))
         splits.append(source.split_folder)
     assert [served_name(str(folder)) for folder in splits] == ["Tiny-Q4_0", "acme/tiny:Q4_0", "acme/plain"]
+
+
+def test_empty_variables_count_as_not_set(tmp_path: Path) -> None:
+    empty = dict.fromkeys(("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_ETAG_TIMEOUT", "XDG_CACHE_HOME"), "")
+    code = (
+        "from rabbitllm.store.locations import home; from huggingface_hub import constants as c\n"
+        "print(home(), c.HF_HUB_CACHE, c.ENDPOINT, sep='\\n')"
+    )
+    environment = {**os.environ, **empty, "RABBITLLM_HOME": "", "HOME": str(tmp_path)}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    cache = tmp_path / ".cache/huggingface"
+    expected = [str(cache / "rabbitllm"), str(cache / "hub"), "https://huggingface.co"]
+    assert python(code, env=environment).stdout.split() == expected
