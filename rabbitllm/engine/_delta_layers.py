@@ -194,7 +194,8 @@ def step(
         return None
     parts, norm = module._modules, module._modules["norm"]
     numbers = vars(module).get("activation"), epsilon_of(norm), vars(norm).get("activation")
-    if numbers != (form.activation, *form.norm[1:3]) or (states := form.states(module, cache)) is None:
+    is_tried = "forward" not in vars(norm) or norm_form(norm, form.norm.activation) == form.norm  # a trial's has none
+    if not is_tried or numbers != (form.activation, *form.norm[1:3]) or (states := form.states(module, cache)) is None:
         return None
     kept, state = states
     taps, weight = (part._parameters["weight"] for part in form.own_parts(module))

@@ -209,7 +209,8 @@ class Watch:
 
     Args:
         is_true: what is asked again after a change.
-        parts: modules and the names of their parts, which are to stay, with forwards and numbers, and without hooks.
+        parts: modules and the names of their parts, which are to stay, with classes, forwards and numbers, and without
+            hooks.
         facts: dicts, and the names of those of their values that are to stay.
         tables: dicts that are to stay as they are, in their order.
         others: dicts that `is_true` depends on, besides.
@@ -230,8 +231,9 @@ class Watch:
         within: Sequence[Watch] = (),
         always: Iterable[Callable[[], bool]] = (),
     ) -> None:
-        listed, hooks, own = list(facts), list[Any](), list(always)
+        listed, hooks, own, self._modules = list(facts), list[Any](), list(always), list[Any]()
         for parent, name in parts:
+            self._modules += parent, parent._modules[name]
             part, rounding = parent._modules[name], vars(parent._modules[name]).get(ROUNDING)
             own += [] if rounding is None else rounding.watches(part)
             listed += [(parent._modules, name), *own_facts(part), *_class_facts(parent)]
@@ -254,11 +256,15 @@ class Watch:
         self.plain += itertools.chain(*(watch.plain for watch in within))
         self._in_place: tuple[list[Any], list[Any]] = [], []
         self.always: list[Callable[[], bool]] = [*own, *itertools.chain(*(watch.always for watch in within))]
+        self._modules += itertools.chain(*(watch._modules for watch in within))
+        self._modules = [*{id(each): each for each in self._modules}.values()]
+        self._types = [*map(type, self._modules)]  # no dict tells of another class of a module
         self._is_same = remembered(self.are_true, self.dicts)
 
     def holds(self) -> bool:
         """Whether it is all still true."""
-        return self._is_same() and self._are_in_place() and all(ask() for ask in self.always)
+        are_same = self._is_same() and [*map(type, self._modules)] == self._types
+        return are_same and self._are_in_place() and all(ask() for ask in self.always)
 
     def _are_in_place(self) -> bool:
         """Whether the plain weights still lie where their matrices do; no dict tells of other `data` of one."""

@@ -84,7 +84,7 @@ def let_the_next_shard_come_first(monkeypatch: pytest.MonkeyPatch, peak: Peak) -
     """Make the next shard be there, whole, before one is given up: the most that fetching ahead can take."""
     release = HubRepository.release
 
-    def late(repository: HubRepository, shard: str) -> Release:
+    def late(repository: HubRepository, shard: str, *, only_staged: bool = False) -> Release:
         names = sorted(name for name in repository.files if name.endswith(".safetensors"))
         for following in names[names.index(shard) + 1 :][:1]:
             deadline = time.monotonic() + 600
@@ -92,7 +92,7 @@ def let_the_next_shard_come_first(monkeypatch: pytest.MonkeyPatch, peak: Peak) -
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
         peak.look()
-        return release(repository, shard)
+        return release(repository, shard, only_staged=only_staged)
 
     monkeypatch.setattr(HubRepository, "release", late)
 

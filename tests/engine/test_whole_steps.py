@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -147,6 +148,18 @@ def twice(x: torch.Tensor, **named: Any) -> torch.Tensor:
     return x * 2
 
 
+def of_another_class(patch: pytest.MonkeyPatch, model: Any, name: str) -> None:
+    """A module gets a class of its own, as by a program that replaces forwards so."""
+    part = model.get_submodule(name)
+    base: Any = type(part)
+
+    def forward(self: Any, *args: Any, **named: Any) -> Any:
+        result = base.forward(self, *args, **named)
+        return (result[0] * 2, *result[1:]) if type(result) is tuple else result.flip(-1)
+
+    patch.setattr(part, "__class__", type(base.__name__, (base,), {"forward": forward}))
+
+
 MORE: dict[str, Change] = {
     "hook of a layer": lambda patch, model: patch.setitem(model.model.layers[1]._forward_hooks, 7, added),
     "forward of a layer": lambda patch, model: patch.setattr(
@@ -186,6 +199,10 @@ MORE: dict[str, Change] = {
         nn.Linear, "forward", lambda linear, x: nn.functional.linear(x * 2, linear.weight, linear.bias)
     ),
     "class of MLPs": lambda patch, model: patch.setattr(LlamaMLP, "forward", lambda mlp, x: x * 2),
+    **{
+        f"class of one {name}": functools.partial(of_another_class, name=f"model.layers.1.{name}")
+        for name in ("mlp", "mlp.up_proj", "input_layernorm", "self_attn")
+    },
     "class of activations": lambda patch, model: patch.setattr(
         type(model.model.layers[1].mlp.act_fn), "forward", lambda act, x: torch.sigmoid(x)
     ),
@@ -289,6 +306,7 @@ OF_RULES: dict[str, Change] = {
     "hook of the norm": of_the_rule(
         lambda patch, rule: patch.setitem(rule.norm._forward_hooks, 7, lambda module, args, output: output * 2)
     ),
+    "class of its norm": functools.partial(of_another_class, name="model.layers.0.linear_attn.norm"),
     "hook": of_the_rule(
         lambda patch, rule: patch.setitem(rule._forward_hooks, 7, lambda module, args, output: output * 2)
     ),
