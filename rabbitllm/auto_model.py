@@ -463,12 +463,11 @@ def prepare_model(
         split_display.shown(run.show_progress),
         prepare.acceptance(source, run, devices, too_little=too_little) as planner,
     ):
-        options = split or (SplitOptions(request.spec.compression) if source.finished else None)
-        options = None if options is None else prepare.with_memory(options, run, devices)
-        if options is not None and (source.finished or not only_look):
+        options = prepare.with_memory(split or SplitOptions(request.spec.compression), run, devices)
+        if source.finished or (split is not None and not only_look):
             profile = prepare.ensure_split(source, options, executor=executor, accept=planner)
-        elif options is not None or source.repository is not None:
-            prepare.check_from_headers(source, options, planner)
+        elif split is not None or source.repository is not None:
+            prepare.check_from_headers(source, None if split is None else options, planner)
     return Prepared(request, source, devices, planner, profile)
 
 

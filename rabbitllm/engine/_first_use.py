@@ -33,9 +33,11 @@ from rabbitllm.engine import span_reader
 from rabbitllm.engine._embedding_rows import check_rows
 from rabbitllm.engine._expert_pool import routed
 from rabbitllm.engine.expert_source import ExpertSource
+from rabbitllm.engine.placement import READY, Placement, Tier
 from rabbitllm.engine.span_reader import FileSpan
+from rabbitllm.engine.units import UnitSource
 from rabbitllm.errors import ForkedError, RabbitLLMError
-from rabbitllm.storage.files import HUGE_PAGE, PositionalFile, map_now
+from rabbitllm.storage.files import HUGE_PAGE, PositionalFile, expect_random_reads, map_now
 from rabbitllm.store.checksums import GROUP_BYTES, LayerChecks
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 
@@ -100,6 +102,14 @@ class ReadAhead:
 
     def _fail_unfinished(self) -> None:
         fail_unfinished(self._checked.values())
+
+
+def read_none_around(placement: Placement, sources: Mapping[str, UnitSource], store: WeightFiles) -> None:
+    """Have the system read nothing around mapped units until they are read whole: experts, or rows, that are not needed
+    and whose pages would evict others."""
+    tiers = (Tier.ROWS, *((*READY, Tier.PACKED) if placement.pools else ()))
+    for span in (span for placed in placement.units if placed.tier in tiers for span in sources[placed.unit].spans):
+        expect_random_reads(store.mapped(span.file).whole(), span.offset, span.offset + span.nbytes)
 
 
 def _prefetch(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +12,12 @@ from pathlib import Path
 import torch
 from accelerate.utils import send_to_device
 
+from rabbitllm.base.grouping import summed
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine import _published, forwards, skeleton
 from rabbitllm.engine._copies import WeightCopies
 from rabbitllm.engine._embedding_rows import has_readable_rows
-from rabbitllm.engine._first_use import ReadAhead, check_rows_before, wait_before
+from rabbitllm.engine._first_use import ReadAhead, check_rows_before, read_none_around, wait_before
 from rabbitllm.engine._mixtures import routers_in
 from rabbitllm.engine._recurrences import fuse_recurrences
 from rabbitllm.engine._saving import origin_of
@@ -46,7 +46,6 @@ from rabbitllm.engine.streamed_model import Internals, StreamedModel, adopt
 from rabbitllm.engine.units import input_embedding
 from rabbitllm.errors import IncompleteSplitError, RabbitLLMError
 from rabbitllm.quant.schemes import SCHEMES, bitsandbytes
-from rabbitllm.storage.files import expect_random_reads
 from rabbitllm.store.layer_store import LayerStore, WeightFiles
 from rabbitllm.telemetry.passes import LOAD, PLAN
 from rabbitllm.telemetry.profiler import Profiler
@@ -183,18 +182,12 @@ def _with_weights(
     placement, pinned = keep_units(plan.placement, sources, by_name, store)
     embedding = input_embedding(model)  # in its stored form a pass reads a few rows of it
     in_place = [placed for placed in placement.units if placed.tier in (*READY, Tier.PACKED)]
-    nbytes = Counter[str]()
-    for placed in in_place:
-        if sources[placed.unit].unit.module is not embedding:
-            nbytes[f"{placed.device} {placed.tier.value}"] += placed.stored
-    profiler.in_place = dict(nbytes)
+    read = [placed for placed in in_place if sources[placed.unit].unit.module is not embedding]
+    profiler.in_place = summed((f"{placed.device} {placed.tier.value}", placed.stored) for placed in read)
     mapped = [sources[placed.unit] for placed in in_place if by_name[placed.device].shares_host_memory]
     by_rows = [embedding] if embedding is not None else []
     whole = {s.unit.name: s.spans for s in mapped if not (s.is_view and has_readable_rows(s, by_rows))}
-    # around these are experts and rows that are not needed; what is read whole has ordinary use from then on
-    by_rows_alone = [sources[placed.unit] for placed in placement.units if placed.tier is Tier.ROWS]
-    for span in (span for source in (*(mapped if placement.pools else ()), *by_rows_alone) for span in source.spans):
-        expect_random_reads(store.mapped(span.file).whole(), span.offset, span.offset + span.nbytes)
+    read_none_around(placement, sources, store)
     read_ahead = ReadAhead(whole, store, checks, ranges_in_place(plan.experts, placement), owner=model)
     with torch.no_grad():
         pools = bind_experts(model, plan.experts, placement, by_name, store, profiler, read_modes)

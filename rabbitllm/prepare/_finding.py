@@ -570,11 +570,11 @@ def _offline_source(spec: ModelSpec, *, only_look: bool, quantization: str | Non
     """Find the source if the hub may not be used."""
     snapshot = cached_snapshot(spec.name, spec.access)
     if (source := _finished_without_hub(spec)) is not None:
-        manifest = read_manifest(source.split_folder)
-        if snapshot is not None and manifest is not None and snapshot.name != manifest.source.commit:
+        commit = manifest.source.commit if (manifest := read_manifest(source.split_folder)) is not None else None
+        if snapshot is not None and commit not in (None, snapshot.name):
             logger.warning(
                 "%s has the weights of commit %s, and the hub cache has %s. To compare them, allow access to the hub.",
-                *(source.split_folder, manifest.source.commit, snapshot.name),
+                *(source.split_folder, commit, snapshot.name),
             )
         return source
     if snapshot is None:
