@@ -53,5 +53,6 @@ def problem_of(errors: Iterable[Mapping[str, Any]]) -> str:
         else:
             others[error["msg"][:1].lower() + error["msg"][1:]] = None
         value = error.get("input")
-        actual = f", not {harmless(str(value), 40)}" if isinstance(value, str | int | float) else ""
+        is_short = isinstance(value, str | float) or (isinstance(value, int) and value.bit_length() < 256)
+        actual = f", not {harmless(str(value), 40)}" if is_short else ""
     return "; or ".join([*(["expected " + " or ".join(expected) + actual] if expected else ()), *others])

@@ -398,12 +398,13 @@ RESPONSES_BODY: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
-        ({"prompt": [1, 2, -1]}, "prompt.2: expected at least 0."),
-        ({"prompt": [[1], [2, "x"]]}, "prompt.1.1: expected a whole number."),
-        ({"prompt": [-1]}, "prompt.0: expected text or at least 0 or a list."),
-        ({"prompt": ["a", 5], "echo": 5}, "prompt.1: expected text."),
-        ({"prompt": 5}, "prompt: expected text or a list."),
-        ({"prompt": "a", "stop": ["a", 5]}, "stop.1: expected text."),
+        ({"prompt": [1, 2, -1]}, "prompt.2: expected at least 0, not -1."),
+        ({"prompt": [[1], [2, "x"]]}, 'prompt.1.1: expected a whole number, not "x".'),
+        ({"prompt": [-1]}, "prompt.0: expected text or at least 0 or a list, not -1."),
+        ({"prompt": ["a", 5], "echo": 5}, "prompt.1: expected text, not 5."),
+        ({"prompt": 5}, "prompt: expected text or a list, not 5."),
+        ({"prompt": 10**5000}, "prompt: expected text or a list."),
+        ({"prompt": "a", "stop": ["a", 5]}, "stop.1: expected text, not 5."),
     ],
 )
 def test_the_item_that_does_not_fit_is_named(body: dict[str, Any], problem: str) -> None:
