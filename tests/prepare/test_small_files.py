@@ -71,7 +71,7 @@ def test_edited_config_of_a_folder(tmp_path: Path, sequential: bool, caplog: pyt
 
 
 def test_config_that_means_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What transformers saves is no other config: its defaults, names of its version, and what it does not compute by."""
+    """Transformers saves a config with its defaults and the names of its version."""
     model = build_checkpoint(tmp_path / "model", "llama", shards=2)
     config = json.loads((model / "config.json").read_text())
     rope = config.pop("rope_parameters")
