@@ -44,6 +44,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["OMP_NUM_THREADS"] = str(THREADS)
 after_import("torch", lambda torch: torch.set_num_threads(THREADS))
 
+# What a developer has set is not for tests: their splits would be in that folder, their servers want that key.
+for _variable in ("RABBITLLM_HOME", "RABBITLLM_LOG", "RABBITLLM_API_KEY"):
+    os.environ.pop(_variable, None)
+
 # Tests do not wait for the disk; commands that they start do.
 swift_disk.install()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,14 @@ def test_tests_that_need_no_large_library_import_none() -> None:
     code = f"import sys, tests.conftest, {', '.join(f'tests.{file}' for file in files)}\nprint(*sys.modules)"
     run = python(code)
     assert not {"torch", "transformers", "numba", "bitsandbytes"} & {*run.stdout.split()}
+
+
+def test_what_a_developer_has_set_is_not_for_tests(tmp_path: Path) -> None:
+    names = ("RABBITLLM_HOME", "RABBITLLM_LOG", "RABBITLLM_API_KEY")
+    run = python(
+        "import os, tests.conftest\nprint(*os.environ)", env={**os.environ, **dict.fromkeys(names, str(tmp_path))}
+    )
+    assert not {*names} & {*run.stdout.split()}
 
 
 def test_settings_come_with_an_import() -> None:

@@ -356,17 +356,17 @@ def _samples(header: Header, size: int) -> Iterator[tuple[int, int]]:
         yield tensor.offset + (tensor.extent - length) // 2, length
 
 
-def sidecars_in(folder: Path) -> dict[str, Path]:
+def sidecars_in(folder: Path, *, needed: bool = True) -> dict[str, Path]:
     """Sidecar files below a folder: name -> path, sorted by name.
 
     Raises:
-        UnsafePathError: in the place of one is a pipe, a device, a folder or a link to nothing.
+        UnsafePathError: they are needed, and in the place of one is a pipe, a device, a folder or a link to nothing.
     """
     paths = [(path, pattern) for pattern in SIDECAR_PATTERNS for path in folder.glob(pattern)]
     named = [(folder / name, name) for name in (*SIDECAR_PATTERNS, *COMPANIONS) if "*" not in name]
     paths += [(path, pattern) for path, pattern in named if path.is_symlink()]  # `glob` leaves out one to nothing
     sidecars = {path.relative_to(folder).as_posix(): path for path, _ in paths}
-    for path, pattern in paths:
+    for path, pattern in paths if needed else ():
         if path.is_file() or (pattern.endswith("*") and path.is_dir()):  # licences may be in a folder
             continue
         if path.name.startswith(".") or (pattern in COMPANIONS and path.is_dir()):

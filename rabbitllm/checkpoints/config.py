@@ -112,11 +112,13 @@ def newer_transformers(folder: Path) -> str | None:
     return written[0] if written is not None and (int(written[1]), int(written[2])) > installed[:2] else None
 
 
-_WITHOUT_EFFECT = ("transformers_version", "_name_or_path")
+_WITHOUT_EFFECT = ("transformers_version", "_name_or_path", "use_cache")
 
 
 def changed_settings(before: Path, now: Path) -> list[str]:
     """The names of the settings of which two config files have other values; the first may not exist.
+
+    What means the same is no change: transformers saves a config with its defaults, and under the names of its version.
 
     Raises:
         InvalidIndexError: a file is too large or not a JSON object.
@@ -127,8 +129,22 @@ def changed_settings(before: Path, now: Path) -> list[str]:
         else {}
         for path in (before, now)
     )
+    if not (changed := _changed(first, second, ...)) or "auto_map" in first.keys() | second.keys():
+        return changed
+    from transformers import CONFIG_MAPPING
+
+    try:
+        classes = (CONFIG_MAPPING[config["model_type"]] for config in (first, second))
+        first, second = (of.from_json_file(path).to_dict() for of, path in zip(classes, (before, now), strict=True))
+    except Exception:  # not a class of transformers, or values that it refuses, by errors of any type
+        return changed
+    return _changed(first, second, None)
+
+
+def _changed(first: Mapping[str, Any], second: Mapping[str, Any], absent: Any) -> list[str]:
     names = (first.keys() | second.keys()).difference(_WITHOUT_EFFECT)
-    return sorted(name for name in names if first.get(name, ...) != second.get(name, ...))
+    pairs = {name: (first.get(name, absent), second.get(name, absent)) for name in names}
+    return sorted(name for name, (a, b) in pairs.items() if a != b and repr(a) != repr(b))  # NaN is not equal to NaN
 
 
 def separate_settings(folder: Path) -> Mapping[str, Any] | None:

@@ -51,7 +51,7 @@ def check_small_files(source: Source, made_from: SourceIdentity, checkpoint: Che
     elif repository is not None:
         now, path_of = repository.small_files(), repository.download
     elif source.local is not None:
-        now = {name: path.read_bytes().__eq__ for name, path in sidecars_in(source.local).items()}
+        now = {name: path.read_bytes().__eq__ for name, path in sidecars_in(source.local, needed=False).items()}
         path_of = source.local.joinpath
     else:
         return
@@ -61,12 +61,15 @@ def check_small_files(source: Source, made_from: SourceIdentity, checkpoint: Che
         if name in copies and copies[name].stat().st_mtime_ns > split_time:
             continue  # the user has edited the copy
         path = path_of(name)
-        if (name != CONFIG_NAME or names_a_model(path)) and (changed := changed_settings(folder / name, path)):
+        if name == CONFIG_NAME and not names_a_model(path):
+            continue
+        if changed := changed_settings(folder / name, path):
             raise SplitMismatchError(
                 f"{path} has changed since it was split into {folder}: it has other values of {listed(changed, 3)}.",
                 f"To use the split unchanged, load {folder}. To use its weights with that file, copy it there. To "
                 "split again, use another folder (--dir, layer_shards_saving_path).",
             )
+        others.remove(name)
     if CONFIG_NAME in now and not any(is_rank(shard) or is_gguf(shard) for shard in shards):  # some are derived
         others += copies.keys() - now.keys()
     if others:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from gguf import GGUFWriter
 from huggingface_hub import snapshot_download
+from transformers import AutoConfig
 
 from rabbitllm import AutoModel
 from rabbitllm.errors import SplitMismatchError
@@ -67,6 +68,36 @@ def test_edited_config_of_a_folder(tmp_path: Path, sequential: bool, caplog: pyt
     caplog.clear()
     logits(model)
     assert "other copies of config.json, or" in caplog.text, "the user has edited the split itself"
+
+
+def test_config_that_means_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Transformers saves a config with its defaults and the names of its version."""
+    model = build_checkpoint(tmp_path / "model", "llama", shards=2)
+    config = json.loads((model / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    earlier = {"rope_theta": rope["rope_theta"], "rope_scaling": None, "factor": float("nan"), "use_cache": True}
+    (model / "config.json").write_text(json.dumps({**config, **earlier}))
+    folder = split(model)
+    edit(model, use_cache=False, rope_parameters=rope, sliding_window=None)
+    AutoConfig.from_pretrained(model).save_pretrained(model)
+    assert split(model) == folder
+    edit(model, auto_map={"AutoConfig": "own.OwnConfig"})
+    with pytest.raises(SplitMismatchError, match="auto_map"):
+        split(model)
+    edit(model, auto_map=None, hidden_size=-1)
+    with pytest.raises(SplitMismatchError, match="hidden_size"):
+        split(model)
+    assert "other copies" not in caplog.text
+
+
+def test_small_file_that_is_gone_behind_its_link(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A user may empty the folder into which a downloaded folder's links point."""
+    model = build_checkpoint(tmp_path / "model", "llama", shards=2)
+    folder = split(model)
+    (model / "generation_config.json").unlink()
+    (model / "generation_config.json").symlink_to("gone")
+    assert split(model) == folder
+    assert "other copies of generation_config.json, or" in caplog.text
 
 
 def test_other_small_files_of_a_folder_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
