@@ -112,11 +112,9 @@ def newer_transformers(folder: Path) -> str | None:
     return written[0] if written is not None and (int(written[1]), int(written[2])) > installed[:2] else None
 
 
-_WITHOUT_EFFECT = ("transformers_version", "_name_or_path", "use_cache")
-
-
 def changed_settings(before: Path, now: Path) -> list[str]:
-    """The names of the settings of which two config files have other values; the first may not exist.
+    """The names of the settings of which two config files have other values; the first file may not exist. One of an
+    inner config has both names, as "text_config.hidden_act".
 
     What means the same is no change: transformers saves a config with its defaults, and under the names of its version.
 
@@ -141,10 +139,17 @@ def changed_settings(before: Path, now: Path) -> list[str]:
     return _changed(first, second, None)
 
 
-def _changed(first: Mapping[str, Any], second: Mapping[str, Any], absent: Any) -> list[str]:
-    names = (first.keys() | second.keys()).difference(_WITHOUT_EFFECT)
-    pairs = {name: (first.get(name, absent), second.get(name, absent)) for name in names}
-    return sorted(name for name, (a, b) in pairs.items() if a != b and repr(a) != repr(b))  # NaN is not equal to NaN
+def _changed(first: Mapping[Any, Any], second: Mapping[Any, Any], absent: Any) -> list[str]:
+    changed = list[str]()
+    for key in sorted(first.keys() | second.keys(), key=str):  # labels have numbers
+        name, before, now = str(key), first.get(key, absent), second.get(key, absent)
+        if name.startswith("_") or name.endswith("_version") or name == "use_cache":  # notes of programs
+            continue
+        if isinstance(before, Mapping) and isinstance(now, Mapping):
+            changed += (f"{name}.{inner}" for inner in _changed(before, now, absent))
+        elif before != now and repr(before) != repr(now):  # NaN is not equal to NaN
+            changed.append(name)
+    return changed
 
 
 def separate_settings(folder: Path) -> Mapping[str, Any] | None:

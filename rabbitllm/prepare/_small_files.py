@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from rabbitllm.prepare._finding import Source
 from rabbitllm.store.manifest import MANIFEST_NAME, Manifest
 
 logger = logging.getLogger(__name__)
+_READ_BY_MODELS = re.compile(r"config|token|vocab|merges|template|tekken|\.(model|tiktoken|bpe|jinja|py)$")
+"""In names of files that change what a model does, unlike licences and notes."""
 
 
 def check_index(source: Source, manifest: Manifest, checkpoint: Checkpoint) -> None:
@@ -63,19 +66,19 @@ def check_small_files(source: Source, made_from: SourceIdentity, checkpoint: Che
         path = path_of(name)
         if name == CONFIG_NAME and not names_a_model(path):
             continue
-        if changed := changed_settings(folder / name, path):
+        changed = changed_settings(folder / name, path)
+        if not all(re.search(r"_token_ids?$", setting) for setting in changed):  # these change no weight's meaning
             raise SplitMismatchError(
                 f"{path} has changed since it was split into {folder}: it has other values of {listed(changed, 3)}.",
                 f"To use the split unchanged, load {folder}. To use its weights with that file, copy it there. To "
                 "split again, use another folder (--dir, layer_shards_saving_path).",
             )
-        others.remove(name)
+        others = [other for other in others if changed or other != name]
     if CONFIG_NAME in now and not any(is_rank(shard) or is_gguf(shard) for shard in shards):  # some are derived
         others += copies.keys() - now.keys()
-    if others:
+    if others := list(filter(_READ_BY_MODELS.search, others)):
         logger.warning(
-            "%s has the weights of %s, and other copies of %s, or not the same ones; what it has is used. To use those "
-            "of the source, copy them there and remove others, or split into another folder (--dir, "
-            "layer_shards_saving_path).",
+            "%s has the weights of %s, but not the same %s; what it has is used. To use those of the source, copy them "
+            "there and remove others, or split into another folder (--dir, layer_shards_saving_path).",
             *(folder, source.local if repository is None else f"commit {repository.commit}", listed(sorted(others))),
         )

@@ -67,7 +67,7 @@ def test_edited_config_of_a_folder(tmp_path: Path, sequential: bool, caplog: pyt
     edit(folder, rope_parameters={**THETA, "rope_theta": 4.0})
     caplog.clear()
     logits(model)
-    assert "other copies of config.json, or" in caplog.text, "the user has edited the split itself"
+    assert "not the same config.json;" in caplog.text, "the user has edited the split itself"
 
 
 def test_config_that_means_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -87,7 +87,7 @@ def test_config_that_means_the_same(tmp_path: Path, caplog: pytest.LogCaptureFix
     edit(model, auto_map=None, hidden_size=-1)
     with pytest.raises(SplitMismatchError, match="hidden_size"):
         split(model)
-    assert "other copies" not in caplog.text
+    assert "not the same" not in caplog.text
 
 
 def test_small_file_that_is_gone_behind_its_link(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -97,7 +97,7 @@ def test_small_file_that_is_gone_behind_its_link(tmp_path: Path, caplog: pytest.
     (model / "generation_config.json").unlink()
     (model / "generation_config.json").symlink_to("gone")
     assert split(model) == folder
-    assert "other copies of generation_config.json, or" in caplog.text
+    assert "not the same generation_config.json;" in caplog.text
 
 
 def test_other_small_files_of_a_folder_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -105,21 +105,22 @@ def test_other_small_files_of_a_folder_are_named(tmp_path: Path, caplog: pytest.
     (model / "LICENSE").write_text("free")
     folder = split(model)
     assert split(model) == folder
-    assert "other copies" not in caplog.text
+    assert "not the same" not in caplog.text
     (model / "chat_template.jinja").write_text("{{ messages[0].content }}")
     tokenizer = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "model_max_length": 7}))
     (model / "LICENSE").unlink()
+    (model / "talk.json").write_text("{}")
+    edit(model, eos_token_id=[3, 4], unsloth_version="2026.11")
     split(model)
-    assert f"has the weights of {model}, and other copies of " in caplog.text
-    for name in ("LICENSE", "chat_template.jinja", "tokenizer_config.json"):
-        assert name in caplog.text
+    names = "chat_template.jinja, config.json, tokenizer_config.json"
+    assert f"has the weights of {model}, but not the same {names}; what it has is used" in caplog.text
     caplog.clear()
     for path in model.glob("*.json*"):
         path.unlink()
     (model / "chat_template.jinja").unlink()
     split(model)
-    assert "other copies" not in caplog.text, "a user may remove the small files with the shards"
+    assert "not the same" not in caplog.text, "a user may remove the small files with the shards"
 
 
 @pytest.mark.parametrize("words", [("pull",), ("run", "hello")])
@@ -154,13 +155,13 @@ def test_edited_metadata_of_a_long_gguf_header(tmp_path: Path, caplog: pytest.Lo
     path = write_gguf(tmp_path / "x.gguf", changed=lengthen)
     split(path, sequential=False)
     split(path, sequential=False, verify_source=verify)
-    assert "other copies" not in caplog.text
+    assert "not the same" not in caplog.text
     content = bytearray(path.read_bytes())
     key = b"tokenizer.ggml.eot_token_id"
     content[content.index(key) + len(key) + 4] = 6  # after its type
     path.write_bytes(content)
     split(path, sequential=False, verify_source=verify)
-    assert "other copies of generation_config.json" in caplog.text
+    assert "not the same generation_config.json" in caplog.text
 
 
 @pytest.mark.parametrize("by_revision", [False, True])
@@ -181,14 +182,14 @@ def test_commit_with_another_config(
         load(commit if by_revision else None)
     load(first)
     later_copy(changed, "config.json", folder)
-    assert "other copies" not in caplog.text
+    assert "not the same" not in caplog.text
     load(commit if by_revision else None)
-    assert "other copies" not in caplog.text
+    assert "not the same" not in caplog.text
     load(first)
-    assert f"has the weights of commit {first}, and other copies of config.json" in caplog.text
+    assert f"has the weights of commit {first}, but not the same config.json" in caplog.text
 
 
-@pytest.mark.parametrize("removed", ["LICENSE", "generation_config.json"])
+@pytest.mark.parametrize("removed", ["merges.txt", "generation_config.json"])
 def test_removed_by_a_commit(
     repository: Path, tmp_path: Path, local_hub: LocalHub, removed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -199,7 +200,7 @@ def test_removed_by_a_commit(
     (changed / removed).unlink()
     local_hub.add_revision(REPO, "main", changed)
     split(REPO)
-    assert f"other copies of {removed}, or" in caplog.text
+    assert f"not the same {removed};" in caplog.text
 
 
 def test_offline_with_another_commit_in_the_cache(
