@@ -297,7 +297,7 @@ def asked(client: httpx.Client) -> Records:
         "embeddings in base64": lambda: post("embeddings", {"input": "a", "encoding_format": "base64"}),
         "no JSON": lambda: client.post("/v1/completions", content=b"{"),
         "another model": lambda: post("completions", {**TEXT, "model": "other"}),
-        "a field that cannot be honoured": lambda: post("completions", {**TEXT, "presence_penalty": 1}),
+        "a field that cannot be honoured": lambda: post("completions", {**TEXT, "suffix": "b"}),
         "more than the context": lambda: post("completions", {**TEXT, "max_tokens": 5000}),
         "no such path": lambda: client.get("/v1/nothing"),
         "a wrong method": lambda: client.get("/v1/completions"),
