@@ -62,7 +62,7 @@ class _Traits:
         is_own: whether its first pass makes its cache, of a kind of its own.
         argument: name of the cache among its arguments.
         takes: names of all of them.
-        by_row: modules that compute one token after the other.
+        by_row: modules that compute one token after the other. References, since modules hold their model.
         parts: those, and all in them.
     """
 
@@ -70,8 +70,8 @@ class _Traits:
     is_own: bool
     argument: str
     takes: Collection[str]
-    by_row: Sequence[Any]
-    parts: Sequence[Any]
+    by_row: Sequence[ref[Any]]
+    parts: Sequence[ref[Any]]
 
     @staticmethod
     def of(model: StreamedModel) -> _Traits:
@@ -80,10 +80,10 @@ class _Traits:
             config = model.config.get_text_config(decoder=True)
             by_rows = (_INDEX, *_RECURRENT) if config.model_type in BY_ROWS else _INDEX
             by_row = [module for module in model.modules() if type(module).__name__.endswith(by_rows)]
-            parts = [module for part in by_row for module in part.modules()]
+            parts = [ref(module) for part in by_row for module in part.modules()]
             takes = inspect.signature(model.forward).parameters
             _traits[model] = _Traits(
-                config, not has_dynamic_cache(model), cache_argument(model), tuple(takes), by_row, parts
+                config, not has_dynamic_cache(model), cache_argument(model), tuple(takes), [*map(ref, by_row)], parts
             )
         return _traits[model]
 
@@ -121,8 +121,8 @@ class Rewindable:
         if "position_ids" in traits.takes and not arguments:
             arguments["position_ids"] = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
         self._is_cropped = not traits.is_own and all(map(can_be_cropped, self.cache.layers))
-        for module in traits.by_row:
-            if not isinstance(module.forward, _RowByRow):
+        for module in (each() for each in traits.by_row):
+            if module is not None and not isinstance(module.forward, _RowByRow):
                 module.forward = _RowByRow(module.forward)
         self._mark: tuple[int, Saved, list[tuple[dict[str, Any], dict[str, Any]]]] | None = None
 
@@ -218,7 +218,7 @@ class Rewindable:
             self.cache.activate_past_recording()  # of windows
             self._mark = self.tokens, {}, []
         else:
-            states = [vars(part) for part in self._traits.parts]
+            states = [vars(part) for each in self._traits.parts if (part := each()) is not None]
             kept = [(held, {name: value for name, value in held.items() if torch.is_tensor(value)}) for held in states]
             self._mark = self.tokens, saved(self.cache), kept
 

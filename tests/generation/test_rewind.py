@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -417,3 +419,15 @@ def test_beams_are_refused(tmp_path: Path) -> None:
 
 def test_every_family_by_rows_is_tested() -> None:
     assert {family.model_type for family in HYBRIDS.values()} >= BY_ROWS
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "llama"])
+def test_a_model_whose_cache_went_back_is_given_back(tmp_path: Path, name: str) -> None:
+    """Its modules, which hold it by their hooks, were values of a table with weak keys."""
+    model = load(split(checkpoint(tmp_path / "model", name)), 0)
+    with torch.inference_mode():
+        Rewindable(model).logits(IDS, 1)
+    is_there = weakref.ref(model)
+    del model
+    gc.collect()
+    assert is_there() is None
