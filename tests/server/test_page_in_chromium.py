@@ -207,17 +207,17 @@ class TcpProxy:
 
 
 def test_streamed_answer_survives_a_reload(tab: Tab) -> None:
-    settings(tab, max_tokens=201)
+    settings(tab, max_tokens=801)
     tab.run(
         "window.seen = new Set(); new MutationObserver(() => seen.add(document.querySelector('.assistant .text')?."
         "textContent.length)).observe(document.querySelector('#log'), {childList: true, subtree: true})"
     )
     ask(tab, "What do rabbits do?")
     idle(tab)
-    assert texts(tab) == ["What do rabbits do?", HOPS[:201]]
+    assert texts(tab) == ["What do rabbits do?", HOPS[:801]]
     assert len(tab.run("[...seen].filter(Boolean)")) > 2
     below = tab.run("document.querySelector('.assistant .under span').textContent")
-    assert below.startswith("201 tokens · ")
+    assert below.startswith("801 tokens · ")
     assert "first after" in below
     assert below.endswith("reached the maximum tokens")
     tab.wait("/disk \\d+ % .*copies \\d+ % .*computing \\d+ %/.test(document.querySelector('#shares').textContent)")
@@ -234,7 +234,7 @@ def test_streamed_answer_survives_a_reload(tab: Tab) -> None:
 
     tab.reload()
     tab.wait("document.querySelectorAll('article').length === 2")
-    assert texts(tab) == ["What do rabbits do?", HOPS[:201]]
+    assert texts(tab) == ["What do rabbits do?", HOPS[:801]]
     assert tab.run("document.querySelector('.assistant .under span').textContent") == below
     tab.wait("document.querySelector('#title').value === 'What do rabbits do?'")
     assert tab.complaints() == []
