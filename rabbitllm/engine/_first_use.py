@@ -18,7 +18,7 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any
@@ -33,7 +33,6 @@ from rabbitllm.engine import span_reader
 from rabbitllm.engine._embedding_rows import check_rows
 from rabbitllm.engine._expert_pool import routed
 from rabbitllm.engine.expert_source import ExpertSource
-from rabbitllm.engine.placement import READY, Placement, Tier
 from rabbitllm.engine.span_reader import FileSpan
 from rabbitllm.engine.units import UnitSource
 from rabbitllm.errors import ForkedError, RabbitLLMError
@@ -104,11 +103,10 @@ class ReadAhead:
         fail_unfinished(self._checked.values())
 
 
-def read_none_around(placement: Placement, sources: Mapping[str, UnitSource], store: WeightFiles) -> None:
+def read_none_around(sources: Iterable[UnitSource], store: WeightFiles) -> None:
     """Have the system read nothing around mapped units until they are read whole: experts, or rows, that are not needed
     and whose pages would evict others."""
-    tiers = (Tier.ROWS, *((*READY, Tier.PACKED) if placement.pools else ()))
-    for span in (span for placed in placement.units if placed.tier in tiers for span in sources[placed.unit].spans):
+    for span in (span for source in sources for span in source.spans):
         expect_random_reads(store.mapped(span.file).whole(), span.offset, span.offset + span.nbytes)
 
 

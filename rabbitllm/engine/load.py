@@ -187,7 +187,8 @@ def _with_weights(
     mapped = [sources[placed.unit] for placed in in_place if by_name[placed.device].shares_host_memory]
     by_rows = [embedding] if embedding is not None else []
     whole = {s.unit.name: s.spans for s in mapped if not (s.is_view and has_readable_rows(s, by_rows))}
-    read_none_around(placement, sources, store)
+    rows = [sources[placed.unit] for placed in placement.units if placed.tier is Tier.ROWS]
+    read_none_around([*rows, *(mapped if placement.pools else ())], store)
     read_ahead = ReadAhead(whole, store, checks, ranges_in_place(plan.experts, placement), owner=model)
     with torch.no_grad():
         pools = bind_experts(model, plan.experts, placement, by_name, store, profiler, read_modes)
