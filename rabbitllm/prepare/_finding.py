@@ -587,13 +587,13 @@ def _offline_source(spec: ModelSpec, *, only_look: bool, quantization: str | Non
     return _find_local(snapshot, spec, only_look=only_look, entry=entry)
 
 
-def refuse_another(source: Source, manifest: Manifest, identity: SourceIdentity) -> None:
-    """Refuse a finished split that was made from something else.
+def refuse_another(source: Source, manifest: Manifest, identity: SourceIdentity, moved: str | None = None) -> None:
+    """Refuse a finished split that was made from something else, or of whose tensors an index has `moved` some.
 
     Raises:
         SplitMismatchError: the source differs; the message says how.
     """
-    why = manifest.source.differs_from(identity)
+    why = manifest.source.differs_from(identity) or moved
     if why is not None and manifest.source.is_named_like(identity):
         raise SplitMismatchError(
             f"{source.name} has changed since it was split into {source.split_folder}: {why}.",

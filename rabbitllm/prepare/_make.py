@@ -51,7 +51,7 @@ from rabbitllm.prepare._finding import (
     refuse_half_repaired,
     with_other_splits,
 )
-from rabbitllm.prepare._small_files import check_index, check_small_files
+from rabbitllm.prepare._small_files import check_small_files
 from rabbitllm.quant.schemes import check_compression
 from rabbitllm.splitter import journal
 from rabbitllm.splitter import lock as split_lock
@@ -61,7 +61,7 @@ from rabbitllm.splitter.interrupted import reporting_interrupts
 from rabbitllm.splitter.lock import is_left_over, locked, read_lock
 from rabbitllm.splitter.plan import PlannedFiles
 from rabbitllm.splitter.request import Acceptance, SplitRequest, check_before_download, plan_split, shards_for
-from rabbitllm.splitter.source_check import check_finished_source
+from rabbitllm.splitter.source_check import check_finished_source, moved_layer
 from rabbitllm.splitter.split import (
     STAGING_NAME,
     clean_up,
@@ -200,8 +200,8 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
     checkpoint = checkpoint.with_dtype(options.gguf_dtype)  # as split: the recorded checksums are of these values
     here = filter(checkpoint.at_hand, checkpoint.index.shards)  # headers of others are not requested from a repository
     metadata = list(filter(None, map(checkpoint.metadata, here)))
-    refuse_another(source, manifest, checkpoint.identity(metadata))
-    check_index(source, manifest, checkpoint)
+    moved = moved_layer(checkpoint.index, manifest.layers) if checkpoint.translation is None else None
+    refuse_another(source, manifest, checkpoint.identity(metadata), moved)
     _refuse_without_evidence(source, manifest, metadata)
     check_small_files(source, manifest.source, checkpoint)
     if options.shards.deletes_rest and checkpoint.deletable:

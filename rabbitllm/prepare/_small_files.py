@@ -1,4 +1,4 @@
-"""Compares index, config, tokenizer and the like of a finished split with those that its source has now."""
+"""Compares config, tokenizer and the like of a finished split with those that its source has now."""
 
 from __future__ import annotations
 
@@ -14,25 +14,11 @@ from rabbitllm.checkpoints.index import META_PARAMETERS, is_gguf, is_rank
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, names_a_model
 from rabbitllm.errors import SplitMismatchError
 from rabbitllm.prepare._finding import Source
-from rabbitllm.store.manifest import MANIFEST_NAME, Manifest
+from rabbitllm.store.manifest import MANIFEST_NAME
 
 logger = logging.getLogger(__name__)
 _READ_BY_MODELS = re.compile(r"config|token|vocab|merges|template|tekken|\.(model|tiktoken|bpe|jinja|py)$")
 """In names of files that change what a model does, unlike licences and notes."""
-
-
-def check_index(source: Source, manifest: Manifest, checkpoint: Checkpoint) -> None:
-    """Refuse a finished split of which a layer is from other shards than those that the index has for it now."""
-    index = checkpoint.index.weight_map
-    for layer in manifest.layers if checkpoint.translation is None else ():
-        now = {index[name] for name in layer.tensors if name in index}
-        if index.keys() >= {*layer.tensors} and now != {*layer.shards} and layer.shards:
-            raise SplitMismatchError(
-                f"{source.name} has changed since it was split into {source.split_folder}: its index takes layer "
-                f"{layer.id} from {listed(sorted(now), 3)}, not {listed(layer.shards, 3)}.",
-                f"To use the split unchanged, load {source.split_folder}. To split the changed checkpoint, use another "
-                "folder (--dir, layer_shards_saving_path).",
-            )
 
 
 def check_small_files(source: Source, made_from: SourceIdentity, checkpoint: Checkpoint | None) -> None:
@@ -73,7 +59,8 @@ def check_small_files(source: Source, made_from: SourceIdentity, checkpoint: Che
                 f"To use the split unchanged, load {folder}. To use its weights with that file, copy it there. To "
                 "split again, use another folder (--dir, layer_shards_saving_path).",
             )
-        others = [other for other in others if changed or other != name]
+        if not changed:
+            others.remove(name)
     if CONFIG_NAME in now and not any(is_rank(shard) or is_gguf(shard) for shard in shards):  # some are derived
         others += copies.keys() - now.keys()
     if others := list(filter(_READ_BY_MODELS.search, others)):

@@ -37,7 +37,7 @@ from rabbitllm.splitter.journal import Replay
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, tensors_by_shard
 from rabbitllm.storage.files import PositionalFile, file_opener
 from rabbitllm.store.checksums import crc32, crc32_combine
-from rabbitllm.store.manifest import MANIFEST_NAME, Manifest
+from rabbitllm.store.manifest import MANIFEST_NAME, LayerRecord, Manifest
 from rabbitllm.store.tensor_values import read_tensor
 
 logger = logging.getLogger(__name__)
@@ -161,6 +161,16 @@ def moved_tensor(index: CheckpointIndex, owners: Mapping[str, str]) -> str | Non
     for name, shard in owners.items():
         if (now := index.weight_map.get(name, shard)) != shard:
             return f"its index takes {name} from {now}, not {shard}"
+    return None
+
+
+def moved_layer(index: CheckpointIndex, layers: Iterable[LayerRecord]) -> str | None:
+    """Return how an index differs from layer -> shards of a finished split; None if it does not, or lacks tensors."""
+    shard_of = index.weight_map
+    for layer in layers:
+        now = {shard_of[name] for name in layer.tensors if name in shard_of}
+        if layer.shards and shard_of.keys() >= {*layer.tensors} and now != {*layer.shards}:
+            return f"its index takes layer {layer.id} from {listed(sorted(now), 3)}, not {listed(layer.shards, 3)}"
     return None
 
 

@@ -20,7 +20,7 @@ from rabbitllm.base.options import BIG_LAYER_BYTES, ShardPolicy
 from rabbitllm.base.progress import SplitDone, tell
 from rabbitllm.base.terminal import listed, size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal, ShardMetadata, SourceIdentity
-from rabbitllm.checkpoints.index import gguf_models, is_rank, natural_key
+from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.checkpoints.naming import layer_order
 from rabbitllm.errors import IncompleteSplitError, InUseError, RabbitLLMError, SplitMismatchError
 from rabbitllm.formats.safetensors_file import read_header
@@ -335,8 +335,7 @@ def _resume(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
     work = replace(work, source_checksums=earlier.source_checksums, sound=earlier.sound)
     require_as_written(work)
     journal.settle(request.folder)
-    is_translated = any(map(is_rank, checkpoint.index.shards)) or gguf_models(checkpoint.index.shards)
-    if journal.repair_command(request.folder) is None and (checkpoint.derived() or not is_translated):
+    if journal.repair_command(request.folder) is None and (checkpoint.translation is None or checkpoint.derived()):
         _write_small_files(request.folder, _small_files(checkpoint))  # the check has read the present ones
     if lost:
         _begin_again(lost, before.used - earlier.used, work)
