@@ -143,19 +143,41 @@ def test_another_dtype_than_the_stored_one(
     assert_same(run(model), reference_logits(plain, INPUT, dtype))
 
 
-@pytest.mark.parametrize("compression", [None, "4bit"])
+@pytest.mark.parametrize("compression", [None, "4bit", "8bit", "q4_k"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_in_float32_is_so_unless_it_is_tied(tmp_path: Path, tied: bool, compression: str | None) -> None:
     plain = folder = build_checkpoint(
         tmp_path / "model", HYBRIDS["hy_v4"], dtype=torch.bfloat16, tie_word_embeddings=tied
     )
     if compression is not None:
-        plain = dequantized(folder, tmp_path / "reference", compression, torch.bfloat16)
+        plain = dequantized(folder, tmp_path / "reference", compression, torch.float32)
     expected, directory = reference_logits(plain, INPUT, torch.bfloat16), split(folder, compression)
     assert expected.logits.dtype == (torch.bfloat16 if tied else torch.float32)
     for budget in (ALL, 0):
         assert_same(run(load(directory, budget)), expected)
     assert_same(run(load(directory, 0, exact=False)), run(load(directory, exact=False)))
+
+
+@pytest.mark.parametrize("compression", ["4bit", "8bit", "q4_k"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("hy_v4", torch.float16), ("deepseek_v4", torch.bfloat16), ("t5", torch.float16)],
+)
+def test_matrices_that_a_class_keeps_in_float32(
+    tmp_path: Path, family: str, dtype: torch.dtype, compression: str
+) -> None:
+    """They are rounded neither by a pass nor in a copy."""
+    chosen = HYBRIDS.get(family) or FAMILIES[family]
+    width = {"d_model" if family == "t5" else "hidden_size": 128}
+    folder = build_checkpoint(tmp_path / "model", chosen, tied=chosen.ties[0], dtype=dtype, **width)
+    plain = dequantized(folder, tmp_path / "reference", compression, torch.float32)
+    expected, directory = reference_logits(plain, INPUT, dtype), split(folder, compression)
+    for budget in (ALL, 0):
+        model = load(directory, budget)
+        assert any(p.dtype == torch.float32 and p.numel() >= 4096 for p in model.parameters())
+        assert_same(run(model), expected)
+    model.save_pretrained(tmp_path / "copy")
+    assert_same(reference_logits(tmp_path / "copy", INPUT, dtype), expected)
 
 
 @pytest.mark.parametrize("compression", ["4bit", "8bit"])

@@ -138,8 +138,9 @@ def is_compressed(name: str, tensor: torch.Tensor) -> bool:
 def dequantized(folder: Path, target: Path, compression: str | Mapping[str, str], dtype: torch.dtype) -> Path:
     """The checkpoint of the weights that bitsandbytes, or for blocks gguf, makes of a compressed one, in `dtype`.
 
-    `compression` may be one for all tensors, or one by name for some of them. For float64 the weights are those that
-    the codes stand for, in float32, whatever dtype was stored.
+    `compression` may be one for all tensors, or one by name for some of them. A model that keeps matrices in float32
+    needs that dtype: 8bit and blocks store none, so only a load rounds them, and the kept ones not at all. For float64
+    the weights are those that the codes stand for, in float32, whatever dtype was stored.
     """
     from bitsandbytes import functional
 
