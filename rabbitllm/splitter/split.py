@@ -21,12 +21,11 @@ from rabbitllm.base.progress import SplitDone, tell
 from rabbitllm.base.terminal import listed, size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal, ShardMetadata, SourceIdentity
 from rabbitllm.checkpoints.index import natural_key
-from rabbitllm.checkpoints.naming import layer_order
 from rabbitllm.errors import IncompleteSplitError, InUseError, RabbitLLMError, SplitMismatchError
 from rabbitllm.formats.safetensors_file import read_header
 from rabbitllm.splitter import journal
 from rabbitllm.splitter._shard_loop import ShardLoop
-from rabbitllm.splitter._written import file_checksums, require_as_written, take_names_back
+from rabbitllm.splitter._written import manifest_of, require_as_written, take_names_back
 from rabbitllm.splitter.bit_allocation import other_budget
 from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, choose_shard_transfer, disk_use
 from rabbitllm.splitter.disk_sampler import DiskSampler
@@ -63,7 +62,6 @@ from rabbitllm.store.manifest import (
     JOURNAL_NAME,
     MANIFEST_NAME,
     REMOVED_SUFFIX,
-    LayerRecord,
     Manifest,
     is_half_removed,
     require_fitted,
@@ -76,35 +74,6 @@ logger = logging.getLogger(__name__)
 
 STAGING_NAME = ".staging"
 """Folder inside the split directory for fetched shards; removed when the split is complete."""
-
-
-def manifest_of(work: SplitWork, checksums: TensorSums, source_checksums: Mapping[str, int]) -> Manifest:
-    """Return the manifest of a directory all of whose layer files are complete.
-
-    Args:
-        work: the split.
-        checksums: of every tensor that was summed as it was written.
-        source_checksums: shard -> `source_check.source_crc32`.
-    """
-    plan = work.plan
-    records = tuple(
-        LayerRecord(
-            layer,
-            layout.layer.stem,
-            layout.file_name,
-            layout.size,
-            layout.tensors,
-            crc,
-            tuple(sorted(plan.layer_map.layer_to_shards[layer], key=natural_key)),
-            blocks,
-        )
-        for layer, layout in plan.layouts.items()
-        for crc, blocks in [file_checksums(layout, checksums, work)]
-    )
-    records = tuple(sorted((*records, *plan.kept), key=lambda record: layer_order(record.stem)))
-    ordered = {s.name: source_checksums[s.name] for s in plan.shards if s.name in source_checksums}
-    fields = plan.source, plan.compression, work.quantizer, records, plan.format_version, plan.chosen, ordered
-    return Manifest(*fields, plan.dtype, {shard.name: shard.metadata for shard in plan.shards if shard.metadata})
 
 
 def clean_up(folder: Path) -> None:

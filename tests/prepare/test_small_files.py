@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig
 
 from rabbitllm import AutoModel
-from rabbitllm.errors import SplitMismatchError
+from rabbitllm.errors import InvalidIndexError, SplitMismatchError
 from rabbitllm.store.manifest import MANIFEST_NAME
 from tests.prepare.conftest import REPO
 from tests.support.builders import build_checkpoint
@@ -66,8 +66,13 @@ def test_edited_config_of_a_folder(tmp_path: Path, sequential: bool, caplog: pyt
     later_copy(model, "config.json", folder)
     edit(folder, rope_parameters={**THETA, "rope_theta": 4.0})
     caplog.clear()
+    after = logits(model)
+    assert "not the same" not in caplog.text, "the user has edited the split itself"
+    assert torch.equal(logits(folder), after)
+    edit(model, rope_parameters={**THETA, "rope_theta": 5.0})
+    (folder / "chat_template.jinja").write_text("own")
     logits(model)
-    assert "not the same config.json;" in caplog.text, "the user has edited the split itself"
+    assert "not the same config.json;" in caplog.text, "and now the source"
 
 
 def test_config_that_means_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -88,6 +93,30 @@ def test_config_that_means_the_same(tmp_path: Path, caplog: pytest.LogCaptureFix
     with pytest.raises(SplitMismatchError, match="hidden_size"):
         split(model)
     assert "not the same" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("sequential", [False, True])
+def test_half_written_file_of_a_folder(
+    tmp_path: Path, name: str, sequential: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A finished split needs none of them."""
+    model = build_checkpoint(tmp_path / "model", "llama", shards=2)
+    folder = split(model, sequential=sequential)
+    (model / name).write_text((model / name).read_text()[:-9] if (model / name).exists() else "{")
+    assert split(model, sequential=sequential) == folder
+    assert name in caplog.text
+    if name.endswith("index.json"):
+        with pytest.raises(InvalidIndexError, match="is not valid JSON"):
+            split(model, delete_original=True)
+
+
+def test_half_written_parameters_of_meta(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = write_meta(tmp_path / "model", tiny_llama())
+    folder = split(model, sequential=True)
+    (model / "params.json").write_text("{")
+    assert split(model, sequential=True) == folder
+    assert "not the same params.json;" in caplog.text
 
 
 def test_small_file_that_is_gone_behind_its_link(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
