@@ -298,6 +298,7 @@ def _resume(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
         logger.warning("%s was started %s, and keeps its original bit allocation.", request.folder, budget)
     verify = request.options.verify_source
     plan = located(check_resumed(earlier, metadata, checkpoint, request.folder, verify=verify), checkpoint)
+    plan = replace(plan, source=replace(plan.source, name=identity.name))  # the folder may have another name by now
     _warn_of_left_out(plan.shards, plan.source, request.options.shards, checkpoint)
     disk_budget = resumed_disk_budget(disk_budget_of(request, plan), earlier.used)
     work = _make_work(request, plan, disk_budget, earlier.checksums, earlier.quantizer)
