@@ -36,6 +36,7 @@ from rabbitllm.errors import (
     CheckpointNotFoundError,
     HubError,
     IncompleteSplitError,
+    InvalidIndexError,
     MissingShardError,
     OptionError,
     SplitMismatchError,
@@ -280,6 +281,10 @@ def _remaining_checkpoint(source: Source, manifest: Manifest, options: SplitOpti
             )
     except (CheckpointNotFoundError, MissingShardError):
         pass  # no weights are left, or not the file of a GGUF set that has the metadata
+    except InvalidIndexError as error:  # half written, perhaps; the split does not need it
+        if options.verify_source or options.shards.deletes_rest:
+            raise
+        logger.warning("%s So %s is not compared with its source.", error.problem, source.split_folder)
     _refuse_without_evidence(source, manifest, [])
     return None
 

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from rabbitllm.base.terminal import listed
+from rabbitllm.checkpoints.index import natural_key
+from rabbitllm.checkpoints.naming import layer_order
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.splitter.filler import SplitWork
 from rabbitllm.splitter.source_check import READ_BYTES, showing_progress
@@ -20,13 +22,48 @@ from rabbitllm.storage import durable
 from rabbitllm.storage.files import PositionalFile
 from rabbitllm.store.checksums import block_starts, block_sums, combine_all, crc32, sums_of_file
 from rabbitllm.store.layer_file import DONE_SUFFIX, LayerLayout
+from rabbitllm.store.manifest import LayerRecord, Manifest
 from rabbitllm.store.stored_form import ScalesForm, StoredForm, constants
 
 _Parts = dict[int, tuple[int, PartSums]]
 """Offset in a file -> bytes and sums of the part there."""
 
 
-def file_checksums(layout: LayerLayout, checksums: TensorSums, work: SplitWork) -> tuple[int, bytes | None]:
+def manifest_of(work: SplitWork, checksums: TensorSums, source_checksums: Mapping[str, int]) -> Manifest:
+    """Return the manifest of a directory all of whose layer files are complete.
+
+    Args:
+        work: the split.
+        checksums: of every tensor that was summed as it was written.
+        source_checksums: shard -> `source_check.source_crc32`.
+    """
+    plan = work.plan
+    is_doubled = any(shard.left_out for shard in plan.shards)
+    shard_of = {spec.name: shard.name for shard in plan.shards for spec in shard.tensors}
+    records = tuple(
+        LayerRecord(
+            layer,
+            layout.layer.stem,
+            layout.file_name,
+            layout.size,
+            layout.tensors,
+            crc,
+            shards,
+            blocks,
+            owners if len(shards) > 1 and is_doubled and len(owners) == len(layout.tensors) else (),
+        )
+        for layer, layout in plan.layouts.items()
+        for shards in [tuple(sorted(plan.layer_map.layer_to_shards[layer], key=natural_key))]
+        for owners in [tuple(shards.index(shard_of[name]) for name in layout.tensors if name in shard_of)]
+        for crc, blocks in [_file_checksums(layout, checksums, work)]
+    )
+    records = tuple(sorted((*records, *plan.kept), key=lambda record: layer_order(record.stem)))
+    ordered = {s.name: source_checksums[s.name] for s in plan.shards if s.name in source_checksums}
+    fields = plan.source, plan.compression, work.quantizer, records, plan.format_version, plan.chosen, ordered
+    return Manifest(*fields, plan.dtype, {shard.name: shard.metadata for shard in plan.shards if shard.metadata})
+
+
+def _file_checksums(layout: LayerLayout, checksums: TensorSums, work: SplitWork) -> tuple[int, bytes | None]:
     """Return the CRC-32 of a layer file and of each of its blocks, from the sums taken as it was written."""
     parts = ((layout.offsets[part.name], part.nbytes) for part in layout.parts)
     starts, path = block_starts(layout.size, layout.header_bytes, parts), work.folder / layout.file_name

@@ -437,9 +437,11 @@ def _suggest_remedy(plan: SplitPlan, disk_budget: DiskBudget, options: SplitOpti
         return f"Use {option}: it downloads one shard at a time instead of all."
     if options.gguf_dtype:
         return f"{short.advice}, or write to another disk (--output)."
+    if disk_budget.in_use:  # begun, perhaps with shards that are gone by now
+        return f"{short.advice}. The split is then resumed."
     begin = COMPRESSIONS.index(plan.compression) if plan.compression in COMPRESSIONS else 0
     smaller = COMPRESSIONS[begin + 1 :] if plan.compression != AUTO else ()
-    for compression in () if disk_budget.used else smaller:
+    for compression in smaller:
         if shortage(recompressed(plan, compression), disk_budget, options, transfer) is None:
             return f"compression='{compression}' would fit."
     elsewhere = "use a folder on another disk (--dir, layer_shards_saving_path)"

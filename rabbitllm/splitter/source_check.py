@@ -171,6 +171,9 @@ def moved_layer(index: CheckpointIndex, layers: Iterable[LayerRecord]) -> str | 
         now = {shard_of[name] for name in layer.tensors if name in shard_of}
         if layer.shards and shard_of.keys() >= {*layer.tensors} and now != {*layer.shards}:
             return f"its index takes layer {layer.id} from {listed(sorted(now), 3)}, not {listed(layer.shards, 3)}"
+        owners = {name: layer.shards[number] for name, number in zip(layer.tensors, layer.owners, strict=False)}
+        if (moved := moved_tensor(index, owners)) is not None:
+            return moved
     return None
 
 

@@ -21,12 +21,11 @@ from rabbitllm.base.progress import SplitDone, tell
 from rabbitllm.base.terminal import listed, size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal, ShardMetadata, SourceIdentity
 from rabbitllm.checkpoints.index import natural_key
-from rabbitllm.checkpoints.naming import layer_order
 from rabbitllm.errors import IncompleteSplitError, InUseError, RabbitLLMError, SplitMismatchError
 from rabbitllm.formats.safetensors_file import read_header
 from rabbitllm.splitter import journal
 from rabbitllm.splitter._shard_loop import ShardLoop
-from rabbitllm.splitter._written import file_checksums, require_as_written, take_names_back
+from rabbitllm.splitter._written import manifest_of, require_as_written, take_names_back
 from rabbitllm.splitter.bit_allocation import other_budget
 from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, choose_shard_transfer, disk_use
 from rabbitllm.splitter.disk_sampler import DiskSampler
@@ -63,7 +62,6 @@ from rabbitllm.store.manifest import (
     JOURNAL_NAME,
     MANIFEST_NAME,
     REMOVED_SUFFIX,
-    LayerRecord,
     Manifest,
     is_half_removed,
     require_fitted,
@@ -76,35 +74,6 @@ logger = logging.getLogger(__name__)
 
 STAGING_NAME = ".staging"
 """Folder inside the split directory for fetched shards; removed when the split is complete."""
-
-
-def manifest_of(work: SplitWork, checksums: TensorSums, source_checksums: Mapping[str, int]) -> Manifest:
-    """Return the manifest of a directory all of whose layer files are complete.
-
-    Args:
-        work: the split.
-        checksums: of every tensor that was summed as it was written.
-        source_checksums: shard -> `source_check.source_crc32`.
-    """
-    plan = work.plan
-    records = tuple(
-        LayerRecord(
-            layer,
-            layout.layer.stem,
-            layout.file_name,
-            layout.size,
-            layout.tensors,
-            crc,
-            tuple(sorted(plan.layer_map.layer_to_shards[layer], key=natural_key)),
-            blocks,
-        )
-        for layer, layout in plan.layouts.items()
-        for crc, blocks in [file_checksums(layout, checksums, work)]
-    )
-    records = tuple(sorted((*records, *plan.kept), key=lambda record: layer_order(record.stem)))
-    ordered = {s.name: source_checksums[s.name] for s in plan.shards if s.name in source_checksums}
-    fields = plan.source, plan.compression, work.quantizer, records, plan.format_version, plan.chosen, ordered
-    return Manifest(*fields, plan.dtype, {shard.name: shard.metadata for shard in plan.shards if shard.metadata})
 
 
 def clean_up(folder: Path) -> None:
@@ -267,13 +236,8 @@ def _begin(request: SplitRequest) -> SplitWork:
     try:
         small_files = _small_files(request.checkpoint)
         stale = _refuse_files_of_others(request, plan, small_files)
-        copied = _write_small_files(request.folder, small_files)
         if request.accept is not None:
-            try:
-                request.accept(PlannedFiles(plan, request.folder))
-            except BaseException:
-                _remove_files(request.folder, copied)
-                raise
+            request.accept(PlannedFiles(plan, request.folder))
         _warn_of_left_out(plan.shards, plan.source, request.options.shards, request.checkpoint)
         _require_no_record(request.folder)
         markers = [path.with_name(path.name + DONE_SUFFIX) for path in stale]
@@ -286,6 +250,7 @@ def _begin(request: SplitRequest) -> SplitWork:
             "it: the locks of this file system do not work between them.",
             "Make the same call again when that process has ended. Nothing of it was changed.",
         ) from error
+    _write_small_files(request.folder, small_files)  # those of a run that was killed here are replaced by the next
     return work
 
 
@@ -329,6 +294,7 @@ def _resume(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
         logger.warning("%s was started %s, and keeps its original bit allocation.", request.folder, budget)
     verify = request.options.verify_source
     plan = located(check_resumed(earlier, metadata, checkpoint, request.folder, verify=verify), checkpoint)
+    plan = replace(plan, source=replace(plan.source, name=identity.name))  # the folder may have another name by now
     _warn_of_left_out(plan.shards, plan.source, request.options.shards, checkpoint)
     disk_budget = resumed_disk_budget(disk_budget_of(request, plan), earlier.used)
     work = _make_work(request, plan, disk_budget, earlier.checksums, earlier.quantizer)
@@ -429,7 +395,7 @@ def _begin_again(lost: Collection[str], shards: Collection[str], work: SplitWork
 def _refuse_files_of_others(request: SplitRequest, plan: SplitPlan, small_files: Mapping[str, bytes]) -> list[Path]:
     """Refuse a folder without a record of a split that has files which this split would replace.
 
-    A run that was killed before its first record has left the same config and tokenizer. An unfinished split of
+    Earlier versions left the same config and tokenizer if killed before their first record. An unfinished split of
     RabbitLLM 1.1 has layer files with the tensors of these layers, and may have a torn one.
 
     Returns:
@@ -486,23 +452,11 @@ def _small_files(checkpoint: Checkpoint) -> dict[str, bytes]:
     return {**copied, **derived}
 
 
-def _write_small_files(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
-    """Write these files, and return the new ones."""
-    new = []
+def _write_small_files(folder: Path, files: Mapping[str, bytes]) -> None:
     for name, content in files.items():
         target = folder / name
-        new += [] if target.exists() else [target]
         durable.make_folder(target.parent)
         durable.write_whole(target, content)
-    return new
-
-
-def _remove_files(folder: Path, files: Sequence[Path]) -> None:
-    """Remove these files of a split that is refused, and the folders that become empty."""
-    for path in files:
-        durable.remove(path)
-    for parent in {path.parent for path in files} - {folder}:
-        durable.remove_empty_folder(parent)
 
 
 def _require_no_record(folder: Path) -> None:

@@ -109,6 +109,7 @@ class LayerRecord:
         crc32: CRC-32 of the whole file as intended.
         shards: names of the shards that its tensors came from.
         blocks: CRC-32 of each of its blocks (`checksums.py`); None in an older split without them.
+        owners: of each tensor, the number of its shard; empty unless some shard has a tensor that another one gives.
     """
 
     id: str
@@ -119,6 +120,7 @@ class LayerRecord:
     crc32: int
     shards: tuple[str, ...]
     blocks: bytes | None = None
+    owners: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +266,7 @@ def record_as_json(record: LayerRecord) -> dict[str, Any]:
         "crc32": f"{record.crc32:08x}",
         **({} if record.blocks is None else {"blocks": b64encode(record.blocks).decode()}),
         "shards": list(record.shards),
+        **({"owners": list(record.owners)} if record.owners else {}),
         "tensors": list(record.tensors),
     }
 
@@ -285,7 +288,9 @@ def record_from_json(entry: dict[str, Any]) -> LayerRecord:
     block_sums = None if blocks is None else b64decode(text_of(blocks), validate=True)
     if block_sums is not None and len(block_sums) % SUM_BYTES:
         raise ValueError(f"{len(block_sums)} bytes are not checksums")
-    return LayerRecord(text_of(entry["id"]), text_of(entry["stem"]), file, size, tensors, crc, shards, block_sums)
+    owners = tuple(map(range(len(shards)).index, entry.get("owners", ())))
+    fields = text_of(entry["id"]), text_of(entry["stem"]), file, size, tensors, crc, shards, block_sums
+    return LayerRecord(*fields, owners)
 
 
 def is_begun(folder: Path) -> bool:

@@ -14,11 +14,12 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig
 
 from rabbitllm import AutoModel
-from rabbitllm.errors import SplitMismatchError
+from rabbitllm.errors import InvalidIndexError, SplitMismatchError
 from rabbitllm.store.manifest import MANIFEST_NAME
 from tests.prepare.conftest import REPO
 from tests.support.builders import build_checkpoint
 from tests.support.commands import invoke
+from tests.support.dying import dying_at
 from tests.support.gguf_files import write_gguf
 from tests.support.local_hub import LocalHub
 from tests.support.meta_files import tiny_llama, write_meta
@@ -66,8 +67,13 @@ def test_edited_config_of_a_folder(tmp_path: Path, sequential: bool, caplog: pyt
     later_copy(model, "config.json", folder)
     edit(folder, rope_parameters={**THETA, "rope_theta": 4.0})
     caplog.clear()
+    after = logits(model)
+    assert "not the same" not in caplog.text, "the user has edited the split itself"
+    assert torch.equal(logits(folder), after)
+    edit(model, rope_parameters={**THETA, "rope_theta": 5.0})
+    (folder / "chat_template.jinja").write_text("own")
     logits(model)
-    assert "not the same config.json;" in caplog.text, "the user has edited the split itself"
+    assert "not the same config.json;" in caplog.text, "and now the source"
 
 
 def test_config_that_means_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -88,6 +94,30 @@ def test_config_that_means_the_same(tmp_path: Path, caplog: pytest.LogCaptureFix
     with pytest.raises(SplitMismatchError, match="hidden_size"):
         split(model)
     assert "not the same" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("sequential", [False, True])
+def test_half_written_file_of_a_folder(
+    tmp_path: Path, name: str, sequential: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A finished split needs none of them."""
+    model = build_checkpoint(tmp_path / "model", "llama", shards=2)
+    folder = split(model, sequential=sequential)
+    (model / name).write_text((model / name).read_text()[:-9] if (model / name).exists() else "{")
+    assert split(model, sequential=sequential) == folder
+    assert name in caplog.text
+    if name.endswith("index.json"):
+        with pytest.raises(InvalidIndexError, match="is not valid JSON"):
+            split(model, delete_original=True)
+
+
+def test_half_written_parameters_of_meta(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = write_meta(tmp_path / "model", tiny_llama())
+    folder = split(model, sequential=True)
+    (model / "params.json").write_text("{")
+    assert split(model, sequential=True) == folder
+    assert "not the same params.json;" in caplog.text
 
 
 def test_small_file_that_is_gone_behind_its_link(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -213,6 +243,19 @@ def test_offline_with_another_commit_in_the_cache(
     snapshot_download(REPO)
     assert split(REPO, local_files_only=True) == folder
     assert f"has the weights of commit {first}, and the hub cache has {local_hub.commit(REPO)}" in caplog.text
+
+
+@pytest.mark.parametrize("at", range(0, 24, 3))
+def test_edited_after_an_early_kill(tmp_path: Path, at: int) -> None:
+    """Before the split has a record, nothing tells its copies from files of the user's own."""
+    model = build_checkpoint(tmp_path / "model", "llama", shards=2)
+    call = Call(str(model))
+    with dying_at(at) as death:
+        call.make()
+    assert death.step is not None
+    edit(model, rope_theta=12345.0)
+    folder = call.make()
+    assert json.loads((folder / "config.json").read_text())["rope_theta"] == 12345.0
 
 
 @pytest.mark.parametrize("move", [False, True])

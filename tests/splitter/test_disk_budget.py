@@ -31,7 +31,7 @@ from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.draws import draws
 from tests.support.plans import MIB, all_freed, even, peak_of, plan_of, shard_of
-from tests.support.splitting import names_in, split
+from tests.support.splitting import Call, interrupted, names_in, split
 
 
 def test_disk_of_a_local_source_whose_shards_are_deleted() -> None:
@@ -191,6 +191,19 @@ def test_too_little_free_disk_is_refused(tmp_path: Path, free: list[int]) -> Non
         choose(plan, folder, None, deletes=False)
     assert f"Free {size_rounded_up(need - MIB)} there, or use a folder on another disk" in str(refused.value)
     assert "No compression would fit now." in str(refused.value)
+
+
+def test_advice_for_a_split_that_was_begun(tmp_path: Path, free: list[int]) -> None:
+    """Another compression, or a folder on another disk, would need the shards that are used up."""
+    call = Call(str(write_shards(tmp_path / "model", cut(llama_tensors(layers=8), 3))))
+    folder = interrupted(call)
+    free[0] = 1000
+    with pytest.raises(NotEnoughSpaceException, match=r"Free .* there, or lower min_free.*\. The split is") as refused:
+        call.make()
+    assert "compression" not in refused.value.remedy
+    assert "another disk" not in refused.value.remedy
+    free[0] = 1 << 40
+    assert call.make() == folder
 
 
 def test_too_small_max_disk_is_refused(tmp_path: Path, free: list[int]) -> None:

@@ -30,9 +30,9 @@ def with_two_norms(folder: Path, *, same: bool = False) -> Path:
     return folder
 
 
-def move(folder: Path) -> None:
+def move(folder: Path, tensor: str = NORM) -> None:
     index = json.loads((folder / INDEX_NAME).read_text())
-    index["weight_map"][NORM] = "model-00001-of-00002.safetensors"
+    index["weight_map"][tensor] = "model-00001-of-00002.safetensors"
     (folder / INDEX_NAME).write_text(json.dumps(index))
 
 
@@ -53,6 +53,22 @@ def test_moved_tensor(
     with pytest.raises(SplitMismatchError, match=r"index takes .* from model-00001-of-00002"):
         call.make()
     assert layer_files(folder) == before
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+def test_tensor_moved_within_a_finished_layer(tmp_path: Path, sequential: bool) -> None:
+    """Its layer is made of both shards, before and after."""
+    first, second = shards = cut(llama_tensors(layers=1), 2)
+    doubled = next(iter(shards[second]))
+    assert "layers.0" in doubled
+    others = {**shards[first], doubled: shards[second][doubled] + 1}
+    model = write_shards(tmp_path / "model", {first: others, second: shards[second]})
+    call = Call(str(model), sequential=sequential)
+    folder = call.make()
+    assert call.make() == folder
+    move(model, doubled)
+    with pytest.raises(SplitMismatchError, match=rf"index takes {doubled} from {first}, not {second}"):
+        call.make()
 
 
 def test_edited_copy_in_a_used_shard_is_kept(tmp_path: Path) -> None:

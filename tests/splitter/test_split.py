@@ -689,6 +689,14 @@ def test_split_without_its_last_step_refuses_another_folder(
     assert split(other, saving_path, sequential=sequential, delete_original=delete)
 
 
+def test_finished_split_of_a_folder_that_was_renamed_before(model: Path, tmp_path: Path) -> None:
+    """No shard is left, and the split lies elsewhere: its record has the name by which it was accepted."""
+    interrupted(Call(str(model), str(tmp_path / "out")))
+    call = Call(str(model.rename(tmp_path / "renamed")), str(tmp_path / "out"))
+    assert call.make() == call.make()
+    assert not any((tmp_path / "renamed").glob("*.safetensors"))
+
+
 def test_unfinished_split_in_a_renamed_folder(model: Path, tmp_path: Path, expected: LayerFiles) -> None:
     interrupted(Call(str(model)), shards=3)
     model.rename(tmp_path / "renamed")
