@@ -51,7 +51,8 @@ class AbsentWeightError(RabbitLLMError, RuntimeError):
     """Attempt to read or pickle a weight that is not in memory, by code that cannot load it.
 
     What to do:
-        Read a streamed weight inside a forward pass only, or raise `max_memory` so that it stays in memory.
+        Read a streamed weight inside a forward pass only, or raise `max_memory` so that it stays in memory. A hook
+        keeps a copy, `weight.clone()`: the memory of a layer's weights is used again.
         To read single tensors, use `rabbitllm.lazy_load`.
     """
 
@@ -59,7 +60,8 @@ class AbsentWeightError(RabbitLLMError, RuntimeError):
 class ReadOnlyWeightError(RabbitLLMError, RuntimeError):
     """Attempt to write to a weight that is not in memory, or is there only as codes.
 
-    Writes through `torch.from_dlpack(weight)` or `untyped_storage()` cannot be noticed: they are lost.
+    Writes through `torch.from_dlpack(weight)` or `untyped_storage()`, and those of a hook to a streamed layer that
+    computes, cannot be noticed: they are lost.
 
     What to do:
         Load the model without `compression` and with enough `max_memory` for the weight, and change it then.

@@ -104,7 +104,7 @@ class ExpertStack(WeightStandIn):
         is_coded: bool = False,
     ) -> ExpertStack:
         seen = torch.Size((*shape[:-2], shape[-1], shape[-2])) if transposed else shape
-        stack: ExpertStack = torch.Tensor._make_wrapper_subclass(cls, seen, dtype=dtype, device=device)
+        stack: ExpertStack = cls._without_storage(seen, dtype=dtype, device=device)
         stack.supply, stack.leaf, stack.transposed, stack._whole_shape = supply, leaf, transposed, shape
         stack.is_coded = is_coded
         return stack
@@ -267,7 +267,7 @@ class ChosenExperts(WeightStandIn):
     @staticmethod
     def __new__(cls, stack: ExpertStack, numbers: torch.Tensor) -> ChosenExperts:
         shape = len(numbers), *stack.shape[1:]
-        chosen: ChosenExperts = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=stack.dtype, device=stack.device)
+        chosen: ChosenExperts = cls._without_storage(shape, dtype=stack.dtype, device=stack.device)
         chosen.stack, chosen.numbers = stack, numbers
         return chosen
 

@@ -78,7 +78,8 @@ class ParameterEntry:
         Raises:
             ReadOnlyWeightError: another weight was set in place of the placeholder; binding would lose it.
         """
-        if not isinstance(self.table.get(self.leaf), AbsentWeight):
+        absent = self.table.get(self.leaf)
+        if not isinstance(absent, AbsentWeight) or absent.target not in (None, self.target):
             raise read_only(f"{self.target} was replaced, but is read from the disk when its layer computes")
 
     def bindable(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -110,7 +111,7 @@ class ParameterEntry:
         """
         is_parameter, form = isinstance(self.table[self.leaf], nn.Parameter), (self.shape, self.dtype, device)
         weight = AbsentWeight(lambda: read(self), *form, is_parameter=is_parameter, marks=self.marks)
-        weight.look_up, weight.by_pieces = look_up, by_pieces
+        weight.look_up, weight.by_pieces, weight.target = look_up, by_pieces, self.target
         return weight
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol, TypeAlias
@@ -30,10 +31,11 @@ StoredMatrix: TypeAlias = Matrix | FusedMatrix | CodedMatrix
 """A quantized matrix (N, K) as its stored parts, on the device that multiplies it."""
 _HARMLESS = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_", "retain_grad"})
 """In-place methods that do not change the values."""
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def _writes_to_the_first(func: Callable[..., Any]) -> bool:
-    if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+    if func == _SET_DATA:
         return True
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
@@ -43,7 +45,7 @@ def _writes_to_the_first(func: Callable[..., Any]) -> bool:
 
 _BY_MEMORY = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__})
 """Functions that read a tensor's memory directly; all others read it through operations."""
-_ADDRESSES = frozenset({torch.Tensor.data_ptr, torch.Tensor.storage})
+_ADDRESSES = frozenset({torch.Tensor.data_ptr, torch.Tensor.storage, torch.Tensor.untyped_storage})
 _WITH_MEMORY = "deepcopy", "reduce_ex", "repr", "format"
 """Methods of tensors that have a storage."""
 
@@ -56,6 +58,10 @@ def read_only(why: str) -> ReadOnlyWeightError:
         "uncompressed and with enough max_memory for all of it, or with transformers itself. A copy of some values, "
         "weight[...].clone(), can be written to.",
     )
+
+
+_NO_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse3)
+"""A backend that does not exist: by it a tensor is read whose `data` is set to a weight, and so has its storage."""
 
 
 class WeightStandIn(torch.Tensor):
@@ -80,6 +86,15 @@ class WeightStandIn(torch.Tensor):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
+
+    @classmethod
+    def _without_storage(cls, shape: Sequence[int], **form: Any) -> Any:
+        """A tensor of this form whose memory torch refuses to give."""
+        make: Any = torch.Tensor._make_wrapper_subclass
+        weight: Any = make(cls, torch.Size(shape), _extra_dispatch_keys=_NO_KERNELS, **form)
+        torch._C._set_throw_on_mutable_data_ptr(weight)  # what asks for its address below gets an error, not 0
+        weight.kept = weakref.ref(weight)  # torch.utils.swap_tensors refuses what is referred to so
+        return weight
 
     def whole(self) -> torch.Tensor:
         """The weight as an ordinary tensor."""
@@ -109,17 +124,17 @@ class WeightStandIn(torch.Tensor):
         if _writes_to_the_first(func):  # torch.nn.init passes it by name
             _refuse(args[0] if args else options.get("tensor", options.get("input")))
         _refuse(options.get("out"))
+        if func is torch.Tensor.share_memory_:  # what cannot be written to is the same in each process
+            return args[0]
+        # what is read of a weight at hand is freed, and an address with it
+        if func in _ADDRESSES and (func not in cls._by_memory or (cls is AbsentWeight and args[0].is_at_hand)):
+            _refuse_storage(args[0])
         if func in cls._by_memory:
             whole = args[0].whole().detach().requires_grad_(args[0].requires_grad)
             result = func(whole, *args[1:], **options)
             if isinstance(result, np.ndarray) and result.base is not None and args[0]._why:
                 result.flags.writeable = False
             return result
-        if func in _ADDRESSES:
-            raise AbsentWeightError(
-                f"The storage of a weight was requested, but the weight is not in memory as a matrix: {cls._why}.",
-                "Use `weight * 1` to copy it; model.save_pretrained(folder) writes all weights.",
-            )
         with torch._C.DisableTorchFunctionSubclass():  # else its results would be of this type too
             return func(*args, **options)
 
@@ -135,6 +150,8 @@ class WeightStandIn(torch.Tensor):
             return weight
         for target in _written(func, args, options) if func._schema.is_mutable else ():
             _refuse(target)
+        if func is torch.ops.aten.set_.source_Tensor:
+            _refuse_storage(args[1])
         if isinstance(weight, WeightStandIn):
             if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):  # called by nn.Parameter
                 return weight.again()
@@ -180,6 +197,19 @@ def _refuse(target: Any) -> None:
             "module.weight = torch.nn.Parameter(module.weight.clone()).",
         )
     raise read_only(target._why)
+
+
+def _refuse_storage(weight: Any) -> None:
+    """Refuse to give the memory of a weight that cannot be written to.
+
+    Raises:
+        AbsentWeightError: it cannot be.
+    """
+    if weight._why is not None:
+        raise AbsentWeightError(
+            f"The storage of a weight was requested, but the weight is not in memory as a matrix: {weight._why}.",
+            "Use `weight * 1` to copy it; model.save_pretrained(folder) writes all weights.",
+        )
 
 
 def _storage(values: Any) -> object:
@@ -238,6 +268,8 @@ class AbsentWeight(WeightStandIn):
     """Of a table: distinct rising ids, int64 (n,) on the CPU -> their rows (n, width) on the weight's device."""
     by_pieces: Multiply | None = None
     """Of a Linear's matrix that is read in pieces."""
+    target: str | None = None
+    """The name of the parameter whose placeholder it is."""
     _why = "it is read from the disk when its layer computes"
     _by_memory = _BY_MEMORY | _ADDRESSES
 
@@ -253,9 +285,7 @@ class AbsentWeight(WeightStandIn):
         marks: Mapping[str, object] | None = None,
     ) -> AbsentWeight:
         needs = is_parameter and dtype.is_floating_point and dtype.itemsize > 1  # see `Place.bind`
-        weight: AbsentWeight = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=device, requires_grad=needs
-        )
+        weight: AbsentWeight = cls._without_storage(shape, dtype=dtype, device=device, requires_grad=needs)
         weight.__dict__.update(marks or {})
         weight._read = read
         weight._is_param = is_parameter  # makes isinstance(made, nn.Parameter) true
@@ -357,7 +387,6 @@ AbsentWeight._answers = {
     torch.clone: _clone,
     torch.Tensor.clone: _clone,
     torch.Tensor.new_tensor: _new_tensor,
-    torch.Tensor.share_memory_: lambda weight: weight,
 }
 
 
@@ -443,11 +472,9 @@ class QuantizedWeight(WeightStandIn):
 
     @staticmethod
     def __new__(cls, matrix: StoredMatrix, dtype: torch.dtype, sibling: LinearProduct | None = None) -> QuantizedWeight:
-        where = matrix.payload.device
+        form = {"dtype": dtype, "device": matrix.payload.device}
         with torch.inference_mode(False):  # what a pass makes may be kept, and a later one computes gradients with it
-            weight: QuantizedWeight = torch.Tensor._make_wrapper_subclass(
-                cls, matrix.form.shape, dtype=dtype, device=where
-            )
+            weight: QuantizedWeight = cls._without_storage(matrix.form.shape, **form)
         weight.matrix, weight.sibling = matrix, sibling
         return weight
 
@@ -461,13 +488,16 @@ class QuantizedWeight(WeightStandIn):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedWeight:
         copied = memo[id(self)] = QuantizedWeight(self.matrix.clone(), self.dtype)  # without siblings
-        own = ("matrix", "sibling", "joint", "calls", "rounding")
-        copied.__dict__.update({name: value for name, value in vars(self).items() if name not in own})
+        copied.__dict__.update(self._marks())
         copied.requires_grad_(self.requires_grad)
         return copied
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "sibling": None, "joint": None, "calls": None, "rounding": None}
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return torch._tensor._rebuild_from_type_v2, (type(self), type(self), (self.matrix, self.dtype), self._marks())
+
+    def _marks(self) -> dict[str, Any]:
+        own = ("matrix", "sibling", "joint", "calls", "rounding", "kept")
+        return {name: value for name, value in vars(self).items() if name not in own}
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"QuantizedWeight({tuple(self.shape)}, {self.dtype}, stored at {self.matrix.form.scheme})"
@@ -481,7 +511,7 @@ class QuantizedWeight(WeightStandIn):
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Like `torch.nn.functional.linear`, whose arguments may be passed by name."""
-    if isinstance(input, QuantizedWeight) or not isinstance(weight, QuantizedWeight):
+    if isinstance(input, QuantizedWeight) or not isinstance(weight, QuantizedWeight) or is_transformed():
         return torch.nn.functional.linear(*map(_whole, (input, weight, bias)))
     if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
         return _Differentiable.apply(input, weight, bias)  # type: ignore[no-any-return, no-untyped-call]

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.weight_tensors import AbsentWeight
-from rabbitllm.errors import AbsentWeightError
+from rabbitllm.errors import AbsentWeightError, ReadOnlyWeightError
 from rabbitllm.generation.scoring import Room, ScoredText, score
 from tests.engine.test_fake_gpu import load_on
 from tests.engine.test_streamer import in_time
@@ -279,6 +279,14 @@ def test_message_names_the_weight_and_the_reason(source: Path) -> None:
         model.lm_head.weight.sum()
     with pytest.raises(AbsentWeightError, match=r"up_proj\.weight .*while model\.layers\.2 computes"):
         model.base_model.layers[2].mlp.up_proj.weight.sum()
+
+
+def test_a_placeholder_of_another_weight_is_refused(source: Path) -> None:
+    model = load(split(source), 0)
+    mlp = model.base_model.layers[1].mlp
+    mlp.up_proj.weight = mlp.gate_proj.weight
+    with pytest.raises(ReadOnlyWeightError, match=r"up_proj\.weight was replaced"):
+        logits(model)
 
 
 def test_resident_embeddings_can_be_resized(source: Path) -> None:

@@ -26,6 +26,7 @@ from rabbitllm.quant.products import Matrix
 from rabbitllm.quant.turned import TurnedMatrix, product
 from tests.quant.test_products import assert_product, error, matrix, meant
 from tests.support.builders import FAMILIES, build_checkpoint, reference_logits
+from tests.support.fresh_process import in_a_fresh_process
 from tests.support.integer_products import is_of_bytes, tolerated
 from tests.support.rounding import assert_greedy
 from tests.support.tiny_models import ALL, INPUT, dequantized, load, plain_model, run, split, tiers
@@ -195,8 +196,8 @@ def test_absent_weight_is_a_parameter_without_memory() -> None:
     assert not weight.requires_grad_(False).requires_grad
     assert not absent(dtype=torch.uint8).requires_grad
     assert not isinstance(absent(is_parameter=False), nn.Parameter)
-    with pytest.raises(RuntimeError, match="invalid python storage"):
-        weight.untyped_storage().data_ptr()
+    with pytest.raises(Refused):
+        weight.untyped_storage()
 
 
 WITHOUT_VALUES: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -393,6 +394,59 @@ def test_copies_and_pickles() -> None:
             write()
     with pytest.raises(Refused):
         safetensors.torch.save({"weight": weight.detach()})
+
+
+def set_as_data(weight: Any) -> torch.Tensor:
+    other = torch.zeros(tuple(weight.shape))
+    other.data = weight
+    return other * 1
+
+
+MEMORY: dict[str, Callable[[Any], Any]] = {
+    "a capsule": lambda w: torch.from_dlpack(torch.utils.dlpack.to_dlpack(w)) + 1,  # type: ignore[attr-defined]
+    "data": set_as_data,
+    "a storage": lambda w: torch.empty(0).set_(w.untyped_storage(), 0, w.shape) + 1,
+    "a tensor's storage": lambda w: torch.empty(0).set_(w) + 1,
+    "an exchange": lambda w: torch.utils.swap_tensors(w, nn.Parameter(torch.ones(w.shape))),
+}
+
+
+def _take_memory() -> None:
+    values = torch.ones(SHAPE)
+    with torch.no_grad():
+        for weight_of in (weight, lambda: absent(lambda: values, torch.float32, is_parameter=False)):
+            for name, take in MEMORY.items():
+                if name == "a storage" and weight_of is not weight:
+                    assert torch.equal(take(weight_of()), values + 1)
+                    continue
+                with pytest.raises((RuntimeError, NotImplementedError), match=r"data pointer|storage|backend|weakref"):
+                    take(weight_of())
+            shared = weight_of()
+            assert torch.equal(shared.share_memory_() * 1, weight_of() * 1)
+
+
+@with_vectors
+def test_no_use_of_its_memory_ends_the_process() -> None:
+    in_a_fresh_process(_take_memory)
+
+
+def test_an_address_of_what_is_read_again_is_refused() -> None:
+    weight = absent(lambda: torch.ones(SHAPE), torch.float32, is_parameter=False)
+    weight.is_at_hand = True
+    for use in (torch.Tensor.data_ptr, torch.Tensor.untyped_storage, lambda w: safetensors.torch.save({"w": w})):
+        with pytest.raises(AbsentWeightError, match="weight \\* 1"):
+            use(weight)
+
+
+@with_vectors
+def test_a_trace_has_the_product_of_other_inputs() -> None:
+    module, x = nn.Linear(128, 32, bias=False), torch.randn(2, 128)
+    module._parameters["weight"] = nn.Parameter(weight(), requires_grad=False)
+    traced = torch.jit.trace(module, (x,), check_trace=False)
+    torch.testing.assert_close(traced(x * 2), x * 2 @ module.weight.T)
+
+
+WIDE = {"hidden_size": 128, "intermediate_size": 192}
 
 
 WIDE = {"hidden_size": 128, "intermediate_size": 192}

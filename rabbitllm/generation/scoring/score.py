@@ -34,6 +34,7 @@ from rabbitllm.engine.devices import OutOfDeviceMemory
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.kv_room import NEVER, angles_change_after
 from rabbitllm.engine.placement import READY, Tier
+from rabbitllm.engine.weight_tensors import WeightStandIn
 from rabbitllm.errors import BatchError, NotANumberError, OptionError, RabbitLLMError, ScoringError
 from rabbitllm.generation._coroutines import Coroutine, Coroutines, PendingCall, RowKind, SyncPoint, called, rowwise
 from rabbitllm.generation._packed_batch import PACKABLE, NotPackable, can_be_packed, grouped, shares_keys
@@ -402,7 +403,8 @@ def _pass(
     forward = ScoringForward(model, packed=packed, whole=room.exact, logits_bytes=limits.logits_bytes, keep=keep)
     results: dict[int, list[Scored]] = {}
     relays = [PrefixHandoff() for _ in range(len(batches) + 1)]
-    fixed = frozenset(tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers()))
+    weights = [each for each in (*model.parameters(), *model.buffers()) if not isinstance(each, WeightStandIn)]
+    fixed = frozenset(tensor.untyped_storage()._cdata for tensor in weights)
     with ActivationOffload(
         limits.device_bytes, limits.host_bytes, limits.disk_bytes, limits.folder, fixed=fixed
     ) as offload:
