@@ -218,6 +218,10 @@ def is_shown() -> bool:
 
 
 COMPILING = "preparing kernels (once per installation)"
+LONG_SECONDS = 2.0
+"""A shorter compilation is not mentioned."""
+PAUSE_SECONDS = 5.0
+"""Seconds without an event after which it has ended: a step of it takes less."""
 RATE_SECONDS = 10.0
 """Period over which rates are estimated."""
 SAMPLE_SECONDS = 0.25
@@ -290,6 +294,32 @@ class SplitStats:
         return min(self.done_bytes / self.total_bytes, 1.0) if self.total_bytes else 0.0
 
 
+class Compilation:
+    """Whether kernels are compiled now, and have been for long, by events.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._first = self._last = float("-inf")
+
+    def hear(self, event: Event) -> None:
+        """Process an event; bytes that are done were waiting for kernels."""
+        now = self._clock()
+        if isinstance(event, KernelsCompiling):
+            self._first = now if now - self._last >= PAUSE_SECONDS else self._first
+            self._last = now
+        elif isinstance(event, BytesDone):
+            self._first = self._last = float("-inf")
+
+    @property
+    def is_long(self) -> bool:
+        """Whether a user should hear of it."""
+        return self._clock() - self._last < PAUSE_SECONDS and self._last - self._first >= LONG_SECONDS
+
+
 @dataclass(frozen=True, slots=True)
 class _TaskCounts:
     """Bytes since this run began; differences of two of them, divided by seconds, are rates.
@@ -314,6 +344,7 @@ class SplitProgress:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._compilation = Compilation(clock)
         self._begin("splitting", "", 0)
 
     def _begin(self, doing: str, label: str, total: int) -> None:
@@ -326,7 +357,6 @@ class SplitProgress:
         self._shard_fetched: dict[str, int] = {}
         self._current = ""
         self._number = self._of = 0
-        self._compiles = False
         self._disk: int | None = None
         self._limit: int | None = None
         self._source_left = 0
@@ -339,17 +369,15 @@ class SplitProgress:
 
     def hear(self, event: Event) -> None:
         """Process an event."""
+        self._compilation.hear(event)
         match event:
             case BytesDone():
                 done = self._shard_done
                 done[event.shard] = done.get(event.shard, 0) + event.nbytes
                 self._layer = event.layer or self._layer
-                self._compiles = False
                 self._count(event.nbytes, 0, event.quantized, event.written)
             case BytesFetched():
                 self._fetched(event)
-            case KernelsCompiling():
-                self._compiles = True
             case DiskSampled():
                 self._disk, self._limit = event.disk_bytes, event.limit_bytes
             case ShardStarted():
@@ -407,7 +435,7 @@ class SplitProgress:
         now = self._clock()
         rates, done, started = self._rates(now), self._done(), self._started
         return SplitStats(
-            COMPILING if self._compiles else self._doing,
+            COMPILING if self._compilation.is_long else self._doing,
             self._label,
             done,
             self._total,

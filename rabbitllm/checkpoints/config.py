@@ -112,6 +112,10 @@ def newer_transformers(folder: Path) -> str | None:
     return written[0] if written is not None and (int(written[1]), int(written[2])) > installed[:2] else None
 
 
+_NOTES = ("_name_or_path", "_commit_hash", "_attn_implementation", "_experts_implementation", "_flash_attn", "use_cache")
+"""Beginnings of the names of programs' notes, which change no result. `_remove_final_layer_norm` of OPT does."""
+
+
 def changed_settings(before: Path, now: Path) -> list[str]:
     """The names of the settings of which two config files have other values; the first file may not exist. One of an
     inner config has both names, as "text_config.hidden_act".
@@ -143,7 +147,7 @@ def _changed(first: Mapping[Any, Any], second: Mapping[Any, Any], absent: Any) -
     changed = list[str]()
     for key in sorted(first.keys() | second.keys(), key=str):  # labels have numbers
         name, before, now = str(key), first.get(key, absent), second.get(key, absent)
-        if name.startswith("_") or name.endswith("_version") or name == "use_cache":  # notes of programs
+        if name.startswith(_NOTES) or name.endswith("_version"):
             continue
         if isinstance(before, Mapping) and isinstance(now, Mapping):
             changed += (f"{name}.{inner}" for inner in _changed(before, now, absent))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 
 from rich.console import Console
@@ -11,11 +10,6 @@ from rich.status import Status
 from rich.text import Text
 
 from rabbitllm.base import progress
-
-LONG_SECONDS = 2.0
-"""A shorter compilation is not mentioned."""
-PAUSE_SECONDS = 5.0
-"""Seconds without an event after which it has ended: a step of it takes less."""
 
 
 class WaitStatus:
@@ -27,33 +21,26 @@ class WaitStatus:
 
     Attributes:
         spinner: the spinner.
+        compilation: what it says of kernels.
     """
 
     def __init__(self, console: Console, text: str) -> None:
         self._text = text
         self.spinner = Status(self, console=console)
-        self._first = self._last = -PAUSE_SECONDS
+        self.compilation = progress.Compilation()
 
     def say(self, text: str) -> None:
         """Show what is done now instead."""
         self._text = f"{text} …"
 
-    def hear(self, event: progress.Event) -> None:
-        """Process an event of `progress`."""
-        if isinstance(event, progress.KernelsCompiling):
-            now = time.monotonic()
-            self._first = now if now - self._last >= PAUSE_SECONDS else self._first
-            self._last = now
-
     def __rich__(self) -> Text:
         """The words at this moment."""
-        compiles = self._last - self._first >= LONG_SECONDS and time.monotonic() - self._last < PAUSE_SECONDS
-        return Text(f"{self._text} {progress.COMPILING}" if compiles else self._text)
+        return Text(f"{self._text} {progress.COMPILING}" if self.compilation.is_long else self._text)
 
 
 @contextlib.contextmanager
 def waiting(console: Console, text: str) -> Iterator[WaitStatus]:
     """Show a spinner while the context is open."""
     status = WaitStatus(console, text)
-    with status.spinner, progress.listening(status.hear, shows=False):
+    with status.spinner, progress.listening(status.compilation.hear, shows=False):
         yield status

@@ -84,11 +84,13 @@ def test_display_before_the_first_event() -> None:
     assert line_of(replace(stalled, shards=2, layers=8)) == "splitting 0 %, waiting, 1.00 GB, shard 1 of 2"
 
 
-def test_kernels_that_are_compiled_are_named() -> None:
+@pytest.mark.parametrize("seconds", [0.0, 600.0])
+def test_kernels_that_are_compiled_for_long_are_named(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LONG_SECONDS", seconds)
     display = SplitDisplay()
     display(replace(SPLIT, shards=()))
     display(KernelsCompiling())
-    assert display.line().startswith("preparing kernels (once per installation) 0 %, ")
+    assert display.line().startswith("splitting " if seconds else "preparing kernels (once per installation) 0 %, ")
     display(BytesDone("a", GB, "layers.0"))
     assert display.line().startswith("splitting ")
 

@@ -9,14 +9,14 @@ import pytest
 from rich.console import Console
 
 import rabbitllm.base.compiling  # noqa: F401  tells that something is compiled
+from rabbitllm.base import progress
 from rabbitllm.base.progress import COMPILING
-from rabbitllm.display import wait_status
 from rabbitllm.display.wait_status import waiting
 
 
 @pytest.mark.parametrize(("seconds", "is_said"), [(0.0, True), (600.0, False)])
 def test_a_long_compilation_is_said(seconds: float, is_said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wait_status, "LONG_SECONDS", seconds)
+    monkeypatch.setattr(progress, "LONG_SECONDS", seconds)
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, width=100)
     with waiting(console, "loading [a] …") as status:
@@ -25,6 +25,6 @@ def test_a_long_compilation_is_said(seconds: float, is_said: bool, monkeypatch: 
         status.say("the first token")
         expected = f"the first token … {COMPILING}" if is_said else "the first token …"
         assert str(status.__rich__()) == expected
-        monkeypatch.setattr(wait_status, "PAUSE_SECONDS", 0.0)
+        monkeypatch.setattr(progress, "PAUSE_SECONDS", 0.0)
         assert str(status.__rich__()) == "the first token …"
     assert "the first token …" in shown.getvalue()

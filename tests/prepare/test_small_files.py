@@ -84,7 +84,7 @@ def test_config_that_means_the_same(tmp_path: Path, caplog: pytest.LogCaptureFix
     earlier = {"rope_theta": rope["rope_theta"], "rope_scaling": None, "factor": float("nan"), "use_cache": True}
     (model / "config.json").write_text(json.dumps({**config, **earlier}))
     folder = split(model)
-    edit(model, use_cache=False, rope_parameters=rope, sliding_window=None)
+    edit(model, use_cache=False, rope_parameters=rope, sliding_window=None, _attn_implementation_autoset=True)
     AutoConfig.from_pretrained(model).save_pretrained(model)
     assert split(model) == folder
     edit(model, auto_map={"AutoConfig": "own.OwnConfig"})
@@ -118,6 +118,14 @@ def test_half_written_parameters_of_meta(tmp_path: Path, caplog: pytest.LogCaptu
     (model / "params.json").write_text("{")
     assert split(model, sequential=True) == folder
     assert "not the same params.json;" in caplog.text
+
+
+def test_setting_whose_name_begins_as_a_note(tmp_path: Path) -> None:
+    model = build_checkpoint(tmp_path / "model", "opt", shards=2)
+    split(model)
+    edit(model, _remove_final_layer_norm=True)
+    with pytest.raises(SplitMismatchError, match="other values of _remove_final_layer_norm"):
+        split(model)
 
 
 def test_small_file_that_is_gone_behind_its_link(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
