@@ -401,6 +401,10 @@ class Prepared:
                 model = load_spread(hosts, run, load_part)
             for holder in holders:
                 holder.keep_for(model)
+            if hasattr(model, "placement"):  # not of a worker
+                from rabbitllm.generation.memory import PromptMemory
+
+                model.pass_memory = PromptMemory.of(model)
             return model
 
     def placement(self, run: RunOptions) -> Placement:
