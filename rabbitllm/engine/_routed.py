@@ -54,8 +54,8 @@ _OTHERS = 8
 """Experts that are entered with those that a token has used."""
 _FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _TOKENS, _ROWS = 64, 1024
-"""Tokens whose results are added, and rows of a prompt that are multiplied, at a time: tensors of all would take several
-times the memory of the results."""
+"""Tokens whose results are added, and rows of a prompt that are multiplied, at a time: tensors of all would take
+several times the memory of the results."""
 _GRAIN = 1 << 15
 """Elements for which torch computes in a further thread (GRAIN_SIZE)."""
 _resident: Any = WeakTensorKeyDictionary()

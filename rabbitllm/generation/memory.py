@@ -377,13 +377,6 @@ class PromptMemory:
             self._cost = replace(cost, experts=results * _SPARE[0] // _SPARE[1])
         self._tokens, self._left = -1, 0
 
-    @classmethod
-    def of(cls, model: StreamedModel) -> PromptMemory | None:
-        """That of a model; None if it generates no text, or other devices or hosts compute."""
-        is_here = getattr(model, "hosts", None) is None and {*model.streamer.executors} == {"cpu"}
-        has_sizes = isinstance(getattr(model.config.get_text_config(decoder=True), "hidden_size", None), int)
-        return cls(model) if is_here and has_sizes and model.can_generate() else None
-
     def make_room(self, batch: int, length: int, past: int) -> None:
         """See `engine.streamed_model.PassMemory`."""
         tokens = batch * length if batch * length >= CHECKED_TOKENS else 0
@@ -435,6 +428,15 @@ class PromptMemory:
         device = self._executor.device
         assert isinstance(device, CpuDevice)
         return device.missing_bytes(nbytes + self._executor.scratch)
+
+
+def keep_prompts_within_memory(model: Any) -> None:
+    """Let a loaded model use `PromptMemory`, unless it generates no text, or other devices or hosts compute."""
+    if not hasattr(model, "placement") or getattr(model, "hosts", None) is not None or not model.can_generate():
+        return
+    has_sizes = isinstance(getattr(model.config.get_text_config(decoder=True), "hidden_size", None), int)
+    if has_sizes and {*model.streamer.executors} == {"cpu"}:
+        model.pass_memory = PromptMemory(model)
 
 
 def free_memory(model: StreamedModel) -> int:

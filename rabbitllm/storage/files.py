@@ -204,7 +204,7 @@ def _mapping_calls() -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer
 
 
 _NORMAL, _RANDOM, _NEEDED, _UNUSED, _IN_HUGE_PAGES, _READ_NOW = 0, 1, 3, 4, 14, 22
-"""MADV_NORMAL, MADV_RANDOM, MADV_WILLNEED, MADV_DONTNEED, MADV_HUGEPAGE and MADV_POPULATE_READ (since 5.14) of Linux."""
+"""Linux's MADV_NORMAL, MADV_RANDOM, MADV_WILLNEED, MADV_DONTNEED, MADV_HUGEPAGE, MADV_POPULATE_READ (since 5.14)."""
 
 
 def expect_random_reads(memory: memoryview, begin: int, end: int) -> None:

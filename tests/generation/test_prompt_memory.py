@@ -11,7 +11,7 @@ import torch
 from rabbitllm.engine import _routed, devices
 from rabbitllm.engine.free_memory import available_ram, untouched_bytes
 from rabbitllm.engine.prefetch import bytes_of
-from rabbitllm.generation.memory import PromptMemory
+from rabbitllm.generation.memory import keep_prompts_within_memory
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import ALL, budget_that_keeps, load, split
 
@@ -48,7 +48,8 @@ def test_experts_give_their_memory_to_a_prompt(mixture: Path, monkeypatch: pytes
     ids = ids_of(model, 2, 100)
     expected = model.generate(ids, **GREEDY)
     model.generate(ids, **GREEDY)
-    memory = model.pass_memory = PromptMemory.of(model)
+    keep_prompts_within_memory(model)
+    memory = model.pass_memory
     (pool,) = model.streamer.pools.values()
     given = sum(len(slot.memory) for slot in pool._slots[: pool.cache.slots // 2])
     device = model.streamer.executors["cpu"].device
@@ -75,7 +76,7 @@ def test_experts_give_their_memory_to_a_prompt(mixture: Path, monkeypatch: pytes
 def test_a_prompt_without_memory_comes_in_chunks(tmp_path: Path, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(split(build_checkpoint(tmp_path, "llama", max_position_embeddings=512)), ALL, exact=False)
     ids = ids_of(model, batch, 150)
-    model.pass_memory = PromptMemory.of(model)
+    keep_prompts_within_memory(model)
     whole, lengths = lengths_of(model, ids)
     assert lengths == [150, 1, 1, 1]
     monkeypatch.setattr(devices, "available_ram", lambda: 0)
@@ -92,7 +93,7 @@ def test_prompts_that_chunks_change_stay_whole(
 ) -> None:
     """Windows and states, and here Llama, since it computes exactly."""
     model = load(split(build_checkpoint(tmp_path, family)), ALL, exact=family == "llama")
-    model.pass_memory = PromptMemory.of(model)
+    keep_prompts_within_memory(model)
     monkeypatch.setattr(devices, "available_ram", lambda: 0)
     _, lengths = lengths_of(model, ids_of(model, 1, 100))
     assert lengths == [100, 1, 1, 1]
