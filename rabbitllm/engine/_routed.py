@@ -558,9 +558,9 @@ def _by_batches(form: _ExpertsForm, module: Any, stacks: Sequence[Any], *args: t
         both = both + biases[0][flat[of_batch]] if biases else both
         product = last.multiplied(form.gated(module._modules.get("act_fn"), both), batch, sizes)
         results[of_batch] = product + biases[1][flat[of_batch]] if biases else product
-    out, parts = x.new_empty(tokens, last.shape[2]), (results.view(tokens, used, -1), weights.unsqueeze(-1))
-    for sums, products, factors in zip(*(each.split(_TOKENS) for each in (out, *parts)), strict=True):
-        sums.copy_((products * factors).sum(1))
+    out = x.new_empty(tokens, last.shape[2])
+    for some in (slice(begin, begin + _TOKENS) for begin in range(0, tokens, _TOKENS)):
+        out[some] = (results.view(tokens, used, -1)[some] * weights[some].unsqueeze(-1)).sum(1)
     return out
 
 
