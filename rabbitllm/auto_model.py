@@ -382,6 +382,7 @@ class Prepared:
             RabbitLLMError: as `AutoModel.from_pretrained`.
         """
         from rabbitllm.engine import load
+        from rabbitllm.generation.memory import keep_prompts_within_memory
 
         run = self.request.run if run is None else run
         status = waiting(console, self.request.loading) if console is not None else contextlib.nullcontext()
@@ -401,6 +402,7 @@ class Prepared:
                 model = load_spread(hosts, run, load_part)
             for holder in holders:
                 holder.keep_for(model)
+            keep_prompts_within_memory(model)
             return model
 
     def placement(self, run: RunOptions) -> Placement:

@@ -20,7 +20,7 @@ PACKAGE = Path(rabbitllm.__file__).parent
 ALLOWED = {
     "checkpoints/transformers_gguf.py",
     "engine/_published_conversions.py",
-    "engine/streamed_model.py",  # overrides two methods of `generate`
+    "engine/streamed_model.py",  # overrides three methods of `generate`
     "engine/transformers_api.py",
     "generation/transformers_api.py",
 }

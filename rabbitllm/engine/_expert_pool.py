@@ -38,6 +38,7 @@ from rabbitllm.errors import OptionError
 from rabbitllm.formats.safetensors_file import MappedFile, TensorToWrite, encode_header
 from rabbitllm.quant import plain
 from rabbitllm.storage import durable
+from rabbitllm.storage.files import return_pages
 from rabbitllm.storage.readers import Readers, ReadRequest
 from rabbitllm.telemetry.passes import EXPERTS_IN_HOST_MEMORY, EXPERTS_ON_DEVICE, EXPERTS_READ, READ, READ_WAIT
 from rabbitllm.telemetry.profiler import Profiler
@@ -58,12 +59,14 @@ class ModuleSlots:
         owner: slot -> expert, -1 for none.
         slot: expert -> slot, -1 for none.
         uses: half-life -> expert -> uses, earlier ones weighted less.
+        lent: slots that take no expert; see `ExpertCache.lend`.
     """
 
     begin: int
     owner: Numbers
     slot: Numbers
     uses: Values
+    lent: Numbers
 
     @property
     def worth(self) -> Values:
@@ -92,8 +95,9 @@ class ExpertCache:
         self.slots = slots
         ends = np.cumsum([0, *experts]) * slots // max(sum(experts), 1)
         self.modules = [
-            ModuleSlots(int(begin), np.full(end - begin, -1), np.full(count, -1), np.zeros((len(HALF_LIVES), count)))
+            ModuleSlots(int(begin), np.full(end - begin, -1), np.full(count, -1), uses, np.empty(0, np.int64))
             for count, begin, end in zip(experts, ends[:-1], ends[1:], strict=True)
+            for uses in [np.zeros((len(HALF_LIVES), count))]
         ]
 
     def use(self, module: int, experts: Numbers, counts: Numbers, tokens: int) -> None:
@@ -128,8 +132,26 @@ class ExpertCache:
 
         state, slots = self.modules[module], np.full(len(experts), -1)
         if len(experts):
+            busy = np.append(busy, state.lent) if len(state.lent) else busy
             admit(state.uses, _WEIGHTS, state.owner, state.slot, state.begin, experts, busy, slots)
         return slots
+
+    def lend(self, count: int) -> list[int]:
+        """Let `count` slots, those of least worth of each module in proportion, take no experts.
+
+        Returns:
+            Those that did before.
+        """
+        taken = list[int]()
+        for module, state in enumerate(self.modules):
+            worth = np.where(state.owner >= 0, state.worth[state.owner], -1.0)
+            worth[state.lent - state.begin] = -2.0  # they remain lent first
+            lent = np.argsort(worth, kind="stable")[: -(-count * len(state.owner) // max(self.slots, 1))] + state.begin
+            taken += np.setdiff1d(lent, state.lent).tolist()
+            state.lent = lent
+            for slot in lent:
+                self.clear(module, slot)
+        return taken
 
     def clear(self, module: int, slot: int) -> None:
         """Mark a slot of a module as empty: its expert was not read, or is in other memory now."""
@@ -479,6 +501,14 @@ class ExpertPool:
         # an interrupt in between leaves each fill in one of the two, to be waited for
         self._ahead = module, table, dict(zip(missing, self._sent[begin:], strict=False))
         self._sent = self._sent[:begin]
+
+    def lend(self, nbytes: int) -> None:
+        """Leave `nbytes` of the cache, at most all, to other uses until the next call: experts of least worth go."""
+        self.end()
+        count = min(max(-(-nbytes // self._nbytes), 0), len(self._slots))
+        for number in self.cache.lend(count) if self.shares_host_memory else ():
+            self._slots[number].expert = None
+            return_pages(bytes_of(self._slots[number].memory))
 
     def step(self, module: int, experts: Sequence[int]) -> bool:
         """Begin a token's pass over a module; whether all of its experts have slots."""

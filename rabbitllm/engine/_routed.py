@@ -41,6 +41,7 @@ from rabbitllm.engine._gates import (
     has_every_gate,
 )
 from rabbitllm.engine._siblings import dtype_of, has_hooks, is_plain
+from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.experts import ExpertStack, ResidentExperts
 from rabbitllm.engine.transformers_api import groups_experts
 from rabbitllm.engine.weight_tensors import QuantizedWeight
@@ -52,6 +53,9 @@ _MATRICES, _BIASES = ("gate_up_proj", "down_proj"), ("gate_up_proj_bias", "down_
 _OTHERS = 8
 """Experts that are entered with those that a token has used."""
 _FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32})
+_TOKENS, _ROWS = 64, 1024
+"""Tokens whose results are added, and rows of a prompt that are multiplied, at a time: tensors of all would take
+several times the memory of the results."""
 _GRAIN = 1 << 15
 """Elements for which torch computes in a further thread (GRAIN_SIZE)."""
 _resident: Any = WeakTensorKeyDictionary()
@@ -528,9 +532,10 @@ def is_bias(value: Any, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloa
 
 
 def _by_batches(form: _ExpertsForm, module: Any, stacks: Sequence[Any], *args: torch.Tensor) -> torch.Tensor | None:
-    """The result of a module whose experts come and go, each of which is read whole, and multiplied once it is there;
-    None if it is left to the class, for which each matrix of an expert is read by itself."""
-    if any(not stack.is_coded or stack.supply.stays(stack.leaf) for stack in stacks):
+    """The result of a module whose experts are codes, some at a time: each that comes and goes is read whole, and
+    multiplied once it is there. None if it is left to the class, which has the rows of all experts in several tensors,
+    and for which each matrix of an expert is read by itself."""
+    if not all(stack.is_coded for stack in stacks):
         return None
     (first, last), (x, index, weights) = (stack.again(not form.is_turned) for stack in stacks), args
     (tokens, used), flat = index.shape, index.flatten()
@@ -546,14 +551,35 @@ def _by_batches(form: _ExpertsForm, module: Any, stacks: Sequence[Any], *args: t
     if experts[0] < 0 or experts[-1] >= len(first) or weights.dtype not in (form.dtype, torch.float32):
         return None
     results = x.new_empty(tokens * used, last.shape[2])
-    for batch in first.supply.batches(experts):
+    for batch in _few_rows(first.supply.batches(experts), groups):
         sizes = [len(groups[expert]) for expert in batch]
         of_batch = torch.tensor([row for expert in batch for row in groups[expert]], device="cpu")
         both = first.multiplied(x[of_batch // used], batch, sizes)
         both = both + biases[0][flat[of_batch]] if biases else both
         product = last.multiplied(form.gated(module._modules.get("act_fn"), both), batch, sizes)
         results[of_batch] = product + biases[1][flat[of_batch]] if biases else product
-    return (results * weights.reshape(-1, 1)).view(tokens, used, -1).sum(1).to(x.dtype)
+    out = x.new_empty(tokens, last.shape[2])
+    for some in (slice(begin, begin + _TOKENS) for begin in range(0, tokens, _TOKENS)):
+        out[some] = (results.view(tokens, used, -1)[some] * weights[some].unsqueeze(-1)).sum(1)
+    return out
+
+
+def has_few_rows(source: ExpertSource) -> bool:
+    """Whether prompts are computed so, with some rows in memory at a time besides the results of all."""
+    is_coded = all(leaf.matrix_type is not None for leaf in source.leaves.values())
+    return is_coded and form_in(source.module, _forward) is not None
+
+
+def _few_rows(batches: Iterator[Sequence[int]], groups: Mapping[int, Sequence[int]]) -> Iterator[Sequence[int]]:
+    """The experts of batches, in their order, as many at a time as have `_ROWS` rows together; one may have more."""
+    for batch in batches:
+        begin = rows = 0
+        for index, expert in enumerate(batch):
+            if rows and rows + len(groups[expert]) > _ROWS:
+                yield batch[begin:index]
+                begin, rows = index, 0
+            rows += len(groups[expert])
+        yield batch[begin:]
 
 
 def _is_even(count: int) -> bool:

@@ -146,8 +146,12 @@ class CpuDevice:
         pass
 
     def free_bytes(self) -> int:
+        return max(-self.missing_bytes(0), 0)
+
+    def missing_bytes(self, nbytes: int) -> int:
+        """Bytes by which less than `nbytes` can still be allocated; negative if more can."""
         # buffers that were not yet filled count as used
-        return max(available_ram() - sum(untouched_bytes(buffer) for buffer in list(self._buffers.values())), 0)
+        return nbytes + sum(untouched_bytes(buffer) for buffer in list(self._buffers.values())) - available_ram()
 
     def empty_cache(self) -> None:
         pass

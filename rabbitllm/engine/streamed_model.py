@@ -24,6 +24,7 @@ from rabbitllm.base.rounding import round_up
 from rabbitllm.engine import _placeholders
 from rabbitllm.engine._expert_pool import read_uses, write_uses
 from rabbitllm.engine._processor import read_processor
+from rabbitllm.engine._routed import has_few_rows
 from rabbitllm.engine._saving import Origin, compare_resident, save
 from rabbitllm.engine._streamer import Streamer
 from rabbitllm.engine._whole_steps import is_whole
@@ -54,6 +55,16 @@ class SharedPasses(Protocol):
         Returns:
             The result of the call; None if the caller has to compute it.
         """
+
+
+class PassMemory(Protocol):
+    """Keeps passes within the memory that weights leave; see `generation.memory`."""
+
+    def make_room(self, batch: int, length: int, past: int) -> None:
+        """Make room for a pass of `batch` sequences of `length` tokens each, after `past` ones."""
+
+    def chunk(self, tokens: torch.Tensor, options: dict[str, Any]) -> int | None:
+        """Tokens of each sequence (batch, length) in a pass of its prefill; None for all. `options`: of the model."""
 
 
 def refuse_overflow(values: torch.Tensor, name: str, *, can_exclude: bool = False) -> None:
@@ -120,6 +131,7 @@ class StreamedModel(_TransformersModel):
         streamer: installs and runs the hooks; internal.
         pass_line: shows slow passes; internal.
         shared_passes: callers that share passes; internal.
+        pass_memory: what keeps passes within memory; internal.
         hosts: processes that compute layers on other hosts; None if all layers are here. `hosts.close()` ends them.
         unused_tensors: stored tensors that the model class ignores; they are never read.
         heads: its heads for multi-token prediction, if it was loaded with them; internal.
@@ -131,6 +143,7 @@ class StreamedModel(_TransformersModel):
     streamer: Streamer
     pass_line: PassLine | None = None
     shared_passes: SharedPasses | None = None
+    pass_memory: PassMemory | None = None
     hosts: Any | None = None
     unused_tensors: tuple[str, ...]
     heads: Any | None = None
@@ -155,6 +168,11 @@ class StreamedModel(_TransformersModel):
     def takes_sequences(self) -> bool:
         """Whether rows of several sequences may be one call of all layers (`_whole_steps.py`): none is streamed."""
         return not self.placement.streamed_bytes and any(map(is_whole, self.modules()))
+
+    @property
+    def has_few_rows(self) -> bool:
+        """Whether all streamed experts multiply some rows of a prompt at a time (`_routed.py`)."""
+        return all(has_few_rows(source) for pool in self.streamer.pools.values() for source in pool.sources)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a pass.
@@ -211,6 +229,16 @@ class StreamedModel(_TransformersModel):
                 raise
             raise explanation from error
 
+    def _prefill(
+        self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **more: Any
+    ) -> Any:
+        """As in transformers; in chunks if a pass of all tokens does not fit in memory."""
+        is_shared = self.shared_passes is not None and self.shared_passes.is_coroutine()
+        if self.pass_memory is not None and generation_config.prefill_chunk_size is None and not is_shared:
+            generation_config = copy.copy(generation_config)
+            generation_config.prefill_chunk_size = self.pass_memory.chunk(input_ids, model_kwargs)
+        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **more)
+
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         shared = self.shared_passes
         if shared is not None and shared.is_coroutine():
@@ -223,6 +251,9 @@ class StreamedModel(_TransformersModel):
             with self.streamer.memory_explained():
                 return self._finite(self._pass(*args, **kwargs))
         with self.streamer.passing(), torch.no_grad():
+            if self.pass_memory is not None and not self.streamer.is_drafting:
+                pass_input, _ = pass_input_of(args, kwargs)
+                self.pass_memory.make_room(pass_input.batch, pass_input.length, pass_input.past or 0)
             output = self._finite(self._pass(*args, **kwargs))
         return untrainable(output, (*args, *kwargs.values()), training=self.training)
 

@@ -16,27 +16,44 @@ quarter of it. Measured on the CPU, see docs/PERFORMANCE.md.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from transformers import DynamicCache
+
 from rabbitllm.base.options import RunOptions
 from rabbitllm.base.terminal import size
 from rabbitllm.checkpoints.config import picked_by
 from rabbitllm.engine import kv_room
-from rabbitllm.engine.devices import default_budget, resolve_devices
+from rabbitllm.engine.devices import CpuDevice, default_budget, resolve_devices
+from rabbitllm.engine.free_memory import keep_large_apart, reclaimable_bytes, trimming
+from rabbitllm.engine.kv_room import GrowingCache, angles_change_after, keeps_every_token
+from rabbitllm.engine.pass_line import pass_input_of
 from rabbitllm.engine.transformers_api import attention_of
 from rabbitllm.errors import OptionError
 from rabbitllm.generation._cache_file import TAIL_TOKENS
 from rabbitllm.generation._sequence import SequenceLength
-from rabbitllm.generation.kv_cache import CacheCost, cost_by_cache, cost_by_config, layer_configs
+from rabbitllm.generation.kv_cache import (
+    CACHE_ARGUMENT,
+    CacheCost,
+    cache_layers,
+    cost_by_cache,
+    cost_by_config,
+    keeps,
+    layer_configs,
+)
 from rabbitllm.quant.products import CHUNK_ELEMENTS
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig
 
     from rabbitllm.engine.streamed_model import StreamedModel
+
+logger = logging.getLogger(__name__)
 
 MIN_TOKENS = 16
 """Minimum prompt tokens in a pass, even with little memory."""
@@ -49,6 +66,8 @@ CARRIED = 6
 HEAP_BLOCK_BYTES = 32 << 20
 """The allocator gets larger blocks from the system each time, page by page, which took a sixth of one processor's time
 with parts that needed such blocks (glibc's DEFAULT_MMAP_THRESHOLD_MAX)."""
+MASK_BYTES = 5
+"""Memory of a query-key pair in masks: bool, and float32 where a kernel needs that."""
 TIGHT = 3
 """Holes between long-lived blocks take up to this many times the memory of a part."""
 _SPARE = 5, 4
@@ -87,6 +106,14 @@ class PassCost:
         """
         waiting = sequences * self.sampled + tokens * (self.carried + self.experts)
         return self.fixed + waiting + part * (self.each + part * self.pair)
+
+    def whole(self, batch: int, length: int, past: int) -> int:
+        """Bytes of a pass of `batch` sequences of `length` tokens each, after `past` ones, all in a layer at once."""
+        return self.fixed + batch * (self.sampled + length * self.token_of(past + length, batch > 1 or past > 0))
+
+    def token_of(self, total: int, is_masked: bool) -> int:
+        """Bytes of a token that attends to `total` ones, all tokens of its pass being in a layer at once."""
+        return self.carried + max(self.each, self.experts) + total * (self.pair or MASK_BYTES * is_masked)
 
     def worthwhile(self, sequences: int) -> int:
         """Bytes of a pass that is worth reading the weights."""
@@ -323,6 +350,93 @@ class CacheMemory:
             if cache is not None and (cost := cost_by_cache(cache)) is not None:
                 self._cost, self.is_measured = replace(cost, least=self._least), True
                 return
+
+
+CHECKED_TOKENS, CHECKED_PASSES = 64, 64
+"""Tokens of a pass before which memory is looked at, and the number of smaller passes between two such looks."""
+
+
+class PromptMemory:
+    """Keeps the passes of `generate` on a CPU within memory; those of a batch are chosen by `CacheMemory`.
+
+    A pass takes the memory of the least used experts if it needs more than is free: these are read again later, each
+    once. If that is not enough, a prompt is computed in chunks, each of which reads all that is streamed.
+
+    Args:
+        model: a model that generates, on the CPU alone.
+    """
+
+    def __init__(self, model: StreamedModel) -> None:
+        config = model.config.get_text_config(decoder=True)
+        (self._executor,) = model.streamer.executors.values()
+        self._model, self._config, self._itemsize = model, config, model.dtype.itemsize
+        cost = self._cost = cost_of_a_pass(config, self._itemsize)
+        self._kv_cost = cost_by_config(config, model.dtype)
+        if model.has_few_rows:
+            results = (picked_by(config) or 0) * self._itemsize * config.hidden_size
+            self._cost = replace(cost, experts=results * _SPARE[0] // _SPARE[1])
+        self._tokens, self._left = -1, 0
+
+    def make_room(self, batch: int, length: int, past: int) -> None:
+        """See `engine.streamed_model.PassMemory`."""
+        tokens = batch * length if batch * length >= CHECKED_TOKENS else 0
+        self._left -= 1
+        if tokens == self._tokens and tokens < MIN_MAX_TOKENS and self._left >= 0:
+            return
+        if self._tokens > tokens and (trim := trimming()) is not None:
+            trim()  # holes that a large pass left
+        self._tokens, self._left = tokens, CHECKED_PASSES
+        grown = self._kv_bytes(batch, past + length + CHECKED_PASSES, past)
+        missing = self._missing_bytes(self._cost.whole(batch, length, past) + grown)
+        if missing > 0:
+            keep_large_apart()
+        for pool in self._model.streamer.pools.values():
+            pool.lend(missing)
+
+    def chunk(self, tokens: torch.Tensor, options: dict[str, Any]) -> int | None:
+        """See `engine.streamed_model.PassMemory`."""
+        (batch, total), cache = tokens.shape, options.get(CACHE_ARGUMENT)
+        past = pass_input_of((tokens,), options)[0].past or 0
+        length = total - past if total > past else total
+        given = reclaimable_bytes() + sum(pool.kept for pool in self._model.placement.pools)
+        kept = self._kv_bytes(batch, past + length, past) - given
+        if (missing := self._missing_bytes(self._cost.whole(batch, length, past) + kept)) <= 0:
+            return None
+        if not self._has_chunks(past + length, cache, options):
+            logger.warning(
+                "The prompt may need %s more than is free, and cannot be computed in chunks. "
+                "Lower max_memory, or use a shorter prompt or fewer sequences.",
+                size(missing),
+            )
+            return None
+        kept += batch * repeated_bytes(self._config, self._itemsize, past + length)
+        free = -self._missing_bytes(self._cost.whole(batch, 0, 0) + kept)
+        return max(free // (batch * self._cost.token_of(past + length, is_masked=True)), CHECKED_TOKENS)
+
+    def _has_chunks(self, total: int, cache: Any, options: Mapping[str, Any]) -> bool:
+        """Whether the tokens of a prompt, of `total` with those in its cache, may come in chunks."""
+        mask, known = options.get("attention_mask"), {"attention_mask", "position_ids", "use_cache", CACHE_ARGUMENT}
+        others = {name for name, value in options.items() if value is not None} - known - {"logits_to_keep"}
+        is_plain = type(cache) in (DynamicCache, GrowingCache) and not others and (mask is None or mask.dim() == 2)
+        is_same = is_plain and total <= angles_change_after(self._config) and not self._model._internals.options.exact
+        return is_same and keeps(self._model) and all(map(keeps_every_token, cache_layers(self._model)))
+
+    def _kv_bytes(self, batch: int, tokens: int, past: int) -> int:
+        return batch * (self._kv_cost.bytes_for(tokens) - self._kv_cost.bytes_for(past))
+
+    def _missing_bytes(self, nbytes: int) -> int:
+        device = self._executor.device
+        assert isinstance(device, CpuDevice)
+        return device.missing_bytes(nbytes + self._executor.scratch)
+
+
+def keep_prompts_within_memory(model: Any) -> None:
+    """Let a loaded model use `PromptMemory`, unless it generates no text, or other devices or hosts compute."""
+    if not hasattr(model, "placement") or getattr(model, "hosts", None) is not None or not model.can_generate():
+        return
+    has_sizes = isinstance(getattr(model.config.get_text_config(decoder=True), "hidden_size", None), int)
+    if has_sizes and {*model.streamer.executors} == {"cpu"}:
+        model.pass_memory = PromptMemory(model)
 
 
 def free_memory(model: StreamedModel) -> int:

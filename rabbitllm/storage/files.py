@@ -203,8 +203,8 @@ def _mapping_calls() -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer
     return library.mmap, library.munmap
 
 
-_NORMAL, _RANDOM, _NEEDED, _IN_HUGE_PAGES, _READ_NOW = 0, 1, 3, 14, 22
-"""MADV_NORMAL, MADV_RANDOM, MADV_WILLNEED, MADV_HUGEPAGE and MADV_POPULATE_READ (since 5.14) of Linux."""
+_NORMAL, _RANDOM, _NEEDED, _UNUSED, _IN_HUGE_PAGES, _READ_NOW = 0, 1, 3, 4, 14, 22
+"""Linux's MADV_NORMAL, MADV_RANDOM, MADV_WILLNEED, MADV_DONTNEED, MADV_HUGEPAGE, MADV_POPULATE_READ (since 5.14)."""
 
 
 def expect_random_reads(memory: memoryview, begin: int, end: int) -> None:
@@ -228,6 +228,13 @@ def map_now(memory: memoryview, begin: int, end: int) -> None:
     """
     _advise(memory, _READ_NOW, [(begin, end)])
     _advise(memory, _NORMAL, [(begin, end)])
+
+
+def return_pages(memory: memoryview) -> None:
+    """Return the whole pages of private memory to the system: they are zero until they are written to. For Linux."""
+    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)) if len(memory) else 0
+    begin, end = round_up(address, mmap.PAGESIZE) - address, (address + len(memory)) // mmap.PAGESIZE * mmap.PAGESIZE
+    _advise(memory, _UNUSED, [(begin, end - address)] if end - address > begin else [])
 
 
 def _advise(memory: memoryview, advice: int, runs: Iterable[tuple[int, int]] | None = None) -> bool:

@@ -1,0 +1,123 @@
+"""A prompt stays within the memory that weights leave: experts give way to it, or it comes in chunks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rabbitllm.engine import _routed, devices
+from rabbitllm.engine.free_memory import available_ram, untouched_bytes
+from rabbitllm.engine.prefetch import bytes_of
+from rabbitllm.generation.memory import keep_prompts_within_memory
+from tests.support.builders import build_checkpoint
+from tests.support.tiny_models import ALL, budget_that_keeps, load, split
+
+MANY = {"num_experts": 24, "num_experts_per_tok": 3, "moe_intermediate_size": 256, "hidden_size": 256}
+GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
+def ids_of(model: Any, batch: int, length: int) -> torch.Tensor:
+    vocabulary = model.config.get_text_config().vocab_size
+    return torch.randint(3, vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def lengths_of(model: Any, ids: torch.Tensor, **options: Any) -> tuple[torch.Tensor, list[int]]:
+    """An answer, and the tokens of each pass."""
+    lengths = list[int]()
+
+    def see(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        lengths.append(kwargs["input_ids"].shape[1])
+
+    hook = model.register_forward_pre_hook(see, with_kwargs=True)
+    answer = model.generate(ids, **GREEDY, **options)
+    hook.remove()
+    return answer, lengths
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> Path:
+    return split(build_checkpoint(tmp_path, "qwen3_moe", **MANY), "4bit")
+
+
+@pytest.mark.skipif(not untouched_bytes(memoryview(devices.page_aligned(4096))), reason="the system has no mincore")
+def test_experts_give_their_memory_to_a_prompt(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(mixture, budget_that_keeps(mixture, 0.3, exact=False, dtype="bfloat16"), exact=False, dtype="bfloat16")
+    ids = ids_of(model, 2, 100)
+    expected = model.generate(ids, **GREEDY)
+    model.generate(ids, **GREEDY)
+    keep_prompts_within_memory(model)
+    memory = model.pass_memory
+    (pool,) = model.streamer.pools.values()
+    given = sum(len(slot.memory) for slot in pool._slots[: pool.cache.slots // 2])
+    device = model.streamer.executors["cpu"].device
+
+    def returned() -> int:
+        return sum(untouched_bytes(bytes_of(slot.memory)) for slot in pool._slots)
+
+    before, begun = returned(), list[int]()
+    free = memory._cost.whole(2, 100, 0) + memory._kv_bytes(2, 164, 0) - given
+    monkeypatch.setattr(device, "missing_bytes", lambda nbytes: nbytes - free)
+    hook = model.get_submodule("model.layers.0").register_forward_hook(lambda *args: begun.append(returned()))
+    assert torch.equal(model.generate(ids, **GREEDY), expected)
+    hook.remove()
+    assert begun[0] - before >= given // 2  # while the prompt is computed
+    assert pool.cache.occupied <= pool.cache.slots - sum(len(state.lent) for state in pool.cache.modules)
+    monkeypatch.undo()
+    assert available_ram() > 1 << 28
+    assert torch.equal(model.generate(ids, **GREEDY), expected)
+    assert pool.cache.occupied == pool.cache.slots
+    assert not any(len(state.lent) for state in pool.cache.modules)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_prompt_without_memory_comes_in_chunks(tmp_path: Path, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(split(build_checkpoint(tmp_path, "llama", max_position_embeddings=512)), ALL, exact=False)
+    ids = ids_of(model, batch, 150)
+    keep_prompts_within_memory(model)
+    whole, lengths = lengths_of(model, ids)
+    assert lengths == [150, 1, 1, 1]
+    monkeypatch.setattr(devices, "available_ram", lambda: 0)
+    expected = model.generate(ids, prefill_chunk_size=64, **GREEDY)
+    answer, lengths = lengths_of(model, ids)
+    assert lengths == [64, 64, 22, 1, 1, 1]
+    assert torch.equal(answer, expected)
+    assert whole.shape == answer.shape
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next", "mamba2", "llama"])
+def test_prompts_that_chunks_change_stay_whole(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Windows and states, and here Llama, since it computes exactly."""
+    model = load(split(build_checkpoint(tmp_path, family)), ALL, exact=family == "llama")
+    keep_prompts_within_memory(model)
+    monkeypatch.setattr(devices, "available_ram", lambda: 0)
+    _, lengths = lengths_of(model, ids_of(model, 1, 100))
+    assert lengths == [100, 1, 1, 1]
+    assert "cannot be computed in chunks" in caplog.text
+
+
+@torch.no_grad()
+def test_experts_of_a_prompt_are_multiplied_some_rows_at_a_time(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same bits, whether they come and go or stay."""
+    for budget in (budget_that_keeps(mixture, 0.3, exact=False, dtype="bfloat16"), ALL):
+        model = load(mixture, budget, exact=False, dtype="bfloat16")
+        ids, rows = ids_of(model, 1, 400), list[int]()
+        expected = model(ids).logits
+        multiplied = _routed.ExpertStack.multiplied
+
+        def count(stack: Any, x: torch.Tensor, *groups: Any, rows: Any = rows, multiplied: Any = multiplied) -> Any:
+            rows.append(len(x))
+            return multiplied(stack, x, *groups)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_routed, "_ROWS", 200)
+            patch.setattr(_routed, "_TOKENS", 7)
+            patch.setattr(_routed.ExpertStack, "multiplied", count)
+            assert torch.equal(model(ids).logits, expected)
+        assert rows
+        assert max(rows) <= 400  # an expert alone may have more than 200
+        assert len(rows) >= 2 * 2 * 400 * 3 // 400
