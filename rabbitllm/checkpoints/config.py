@@ -112,7 +112,14 @@ def newer_transformers(folder: Path) -> str | None:
     return written[0] if written is not None and (int(written[1]), int(written[2])) > installed[:2] else None
 
 
-_NOTES = ("_name_or_path", "_commit_hash", "_attn_implementation", "_experts_implementation", "_flash_attn", "use_cache")
+_NOTES = (
+    "_name_or_path",
+    "_commit_hash",
+    "_attn_implementation",
+    "_experts_implementation",
+    "_flash_attn",
+    "use_cache",
+)
 """Beginnings of the names of programs' notes, which change no result. `_remove_final_layer_norm` of OPT does."""
 
 
