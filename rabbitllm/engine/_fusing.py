@@ -295,12 +295,9 @@ def threads_for(count: int) -> int:
 
 
 def is_transformed() -> bool:
-    """Whether torch compiles, traces, maps or differentiates forward what computes, or a mode is active: none of these
-    sees our kernels."""
+    """Whether torch compiles, traces, maps or differentiates forward what computes: none of these sees our kernels."""
     return bool(
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.maybe_current_level() is not None
         or forward_ad._current_level >= 0

@@ -93,7 +93,7 @@ class WeightStandIn(torch.Tensor):
         make: Any = torch.Tensor._make_wrapper_subclass
         weight: Any = make(cls, torch.Size(shape), _extra_dispatch_keys=_NO_KERNELS, **form)
         torch._C._set_throw_on_mutable_data_ptr(weight)  # what asks for its address below gets an error, not 0
-        weight.kept = weakref.ref(weight)  # torch.utils.swap_tensors refuses what is referred to so
+        weight._reference = weakref.ref(weight)  # torch.utils.swap_tensors refuses what is referred to so
         return weight
 
     def whole(self) -> torch.Tensor:
@@ -496,7 +496,7 @@ class QuantizedWeight(WeightStandIn):
         return torch._tensor._rebuild_from_type_v2, (type(self), type(self), (self.matrix, self.dtype), self._marks())
 
     def _marks(self) -> dict[str, Any]:
-        own = ("matrix", "sibling", "joint", "calls", "rounding", "kept")
+        own = ("matrix", "sibling", "joint", "calls", "rounding", "_reference")
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -236,8 +236,13 @@ def _begin(request: SplitRequest) -> SplitWork:
     try:
         small_files = _small_files(request.checkpoint)
         stale = _refuse_files_of_others(request, plan, small_files)
+        copied = _write_small_files(request.folder, small_files)
         if request.accept is not None:
-            request.accept(PlannedFiles(plan, request.folder))
+            try:
+                request.accept(PlannedFiles(plan, request.folder))
+            except BaseException:
+                _remove_files(request.folder, copied)
+                raise
         _warn_of_left_out(plan.shards, plan.source, request.options.shards, request.checkpoint)
         _require_no_record(request.folder)
         markers = [path.with_name(path.name + DONE_SUFFIX) for path in stale]
@@ -250,7 +255,6 @@ def _begin(request: SplitRequest) -> SplitWork:
             "it: the locks of this file system do not work between them.",
             "Make the same call again when that process has ended. Nothing of it was changed.",
         ) from error
-    _write_small_files(request.folder, small_files)  # those of a run that was killed here are replaced by the next
     return work
 
 
@@ -395,7 +399,7 @@ def _begin_again(lost: Collection[str], shards: Collection[str], work: SplitWork
 def _refuse_files_of_others(request: SplitRequest, plan: SplitPlan, small_files: Mapping[str, bytes]) -> list[Path]:
     """Refuse a folder without a record of a split that has files which this split would replace.
 
-    Earlier versions left the same config and tokenizer if killed before their first record. An unfinished split of
+    A run that was killed before its first record has left the same config and tokenizer. An unfinished split of
     RabbitLLM 1.1 has layer files with the tensors of these layers, and may have a torn one.
 
     Returns:
@@ -452,11 +456,23 @@ def _small_files(checkpoint: Checkpoint) -> dict[str, bytes]:
     return {**copied, **derived}
 
 
-def _write_small_files(folder: Path, files: Mapping[str, bytes]) -> None:
+def _write_small_files(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
+    """Write these files, and return the new ones."""
+    new = []
     for name, content in files.items():
         target = folder / name
+        new += [] if target.exists() else [target]
         durable.make_folder(target.parent)
         durable.write_whole(target, content)
+    return new
+
+
+def _remove_files(folder: Path, files: Sequence[Path]) -> None:
+    """Remove these files of a split that is refused, and the folders that become empty."""
+    for path in files:
+        durable.remove(path)
+    for parent in {path.parent for path in files} - {folder}:
+        durable.remove_empty_folder(parent)
 
 
 def _require_no_record(folder: Path) -> None:

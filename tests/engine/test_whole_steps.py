@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaModel
 from transformers.cache_utils import LinearAttentionLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -280,44 +278,6 @@ def test_a_change_between_two_steps_is_noticed(
         whole.clear()
         assert all(map(torch.equal, (*steps(), *steps()), (*ordinary, *ordinary))), name
         assert whole == [2, 2], name
-
-
-class EachOperation(TorchDispatchMode):
-    """Doubles products of matrices, as they are computed."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        return result * 2 if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) else result
-
-
-class EachFunction(TorchFunctionMode):
-    """The same, as they are called."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        return result * 2 if func is nn.functional.linear else result
-
-
-@pytest.mark.parametrize("mode", [EachOperation, EachFunction])
-@torch.no_grad()
-def test_a_mode_changes_what_it_would_change_without_our_kernels(tmp_path: Path, mode: Any, whole: list[int]) -> None:
-    directory = checkpoint(tmp_path, "llama", None)
-    models = load(directory, exact=False, fast_bfloat16=True), load(directory, exact=True, fast_bfloat16=False)
-    cache = DynamicCache(config=models[0].config)
-    models[0](PROMPT, past_key_values=cache)
-
-    def steps() -> list[torch.Tensor]:
-        return [model(PROMPT[:, :1], past_key_values=copy.deepcopy(cache)).logits for model in models]
-
-    ordinary = steps()
-    steps()
-    assert whole == [2, 2]
-    with mode():
-        changed = steps()
-    assert torch.equal(*changed)
-    assert not torch.allclose(changed[1], ordinary[1], rtol=0.5, atol=0.5 * float(ordinary[1].std()))
-    assert torch.equal(steps()[0], ordinary[0])
-    assert whole == [2, 2, 2]
 
 
 def numbers_of(name: str, added: float = 1.0) -> Change:
