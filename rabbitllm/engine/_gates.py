@@ -106,9 +106,10 @@ def add_gate(program: Program, gate: Place, up: Place, out: Place, act: ActKind,
 
 def add_gates_of_rows(program: Program, act: ActKind, both: Place, out: Place, rows: int, width: int) -> None:
     """Add the same for rows, each of gates and then of factors."""
-    for row in range(rows):
-        gate, result = both[1] + 4 * row * width, out[1] + 2 * row * width
-        add_gate(program, (both[0], gate), (both[0], gate + 2 * width), (out[0], result), act, width)
+    from rabbitllm.engine import _layer_kernels
+
+    words = _tables[act].data_ptr(), both, out, rows, width
+    program.add(_layer_kernels.gate_rows, words, threads_for(rows * width))
 
 
 class OneCall:

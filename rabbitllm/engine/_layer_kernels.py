@@ -116,21 +116,39 @@ def part(data):  # type: ignore[no-untyped-def]
             bits[(heads + head) * width + i] = both[2 * head * width + i]
 
 
+@helper()
+def _gate(table_at, gates_at, factors_at, out, first, last):  # type: ignore[no-untyped-def]
+    """`table[gates] * factors`, some of them."""
+    table, product = bfloats(table_at, 1 << 16), np.empty(_NEAR, np.float32)
+    for begin in range(first, last, _NEAR):
+        count = min(_NEAR, last - begin)
+        gates, factors = bfloats(gates_at + 2 * begin, count), bfloats(factors_at + 2 * begin, count)
+        for i in range(count):
+            product[i] = wide(table[gates[i]])
+        for i in range(count):
+            product[i] *= wide(factors[i])
+        store_rounded(product[:count], bfloats(out + 2 * begin, count))
+
+
 def gate(data, start, end, parts):  # type: ignore[no-untyped-def]
     """`table[gates] * factors`, some parts of them.
 
     After the own address those of table, gates, factors and results, and their count.
     """
     words = to_array(data, 6)
-    last, table, product = end * words[5] // parts, bfloats(words[1], 1 << 16), np.empty(_NEAR, np.float32)
-    for begin in range(start * words[5] // parts, last, _NEAR):
-        count = min(_NEAR, last - begin)
-        gates, factors = bfloats(words[2] + 2 * begin, count), bfloats(words[3] + 2 * begin, count)
-        for i in range(count):
-            product[i] = wide(table[gates[i]])
-        for i in range(count):
-            product[i] *= wide(factors[i])
-        store_rounded(product[:count], bfloats(words[4] + 2 * begin, count))
+    _gate(words[1], words[2], words[3], words[4], start * words[5] // parts, end * words[5] // parts)
+
+
+def gate_rows(data, start, end, parts):  # type: ignore[no-untyped-def]
+    """The same of some parts of rows, each of gates and then of factors: after the own address those of table, rows and
+    results, how many rows there are, and the width of results."""
+    words = to_array(data, 6)
+    width, first, last = words[5], start * words[4] * words[5] // parts, end * words[4] * words[5] // parts
+    while first < last:
+        row = first // width
+        until, gates = min(last, (row + 1) * width), words[2] + 2 * row * width
+        _gate(words[1], gates, gates + 2 * width, words[3], first, until)
+        first = until
 
 
 def add_gated(data):  # type: ignore[no-untyped-def]

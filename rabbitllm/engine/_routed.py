@@ -28,6 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from rabbitllm.base.programs import Place, Program, Programs, Words, prepared
 from rabbitllm.base.random_tensors import RandomTensors
+from rabbitllm.base.rounding import round_up
 from rabbitllm.engine._expert_pool import PooledExperts
 from rabbitllm.engine._first_use import unchecked_in
 from rabbitllm.engine._fusing import class_result, form_in, fuse, is_result, is_transformed, trial_of
@@ -56,6 +57,8 @@ _FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _TOKENS, _ROWS = 64, 1024
 """Tokens whose results are added, and rows of a prompt that are multiplied, at a time: tensors of all would take
 several times the memory of the results."""
+_RUN = 128
+"""Rows of several experts that are computed together: what is between their products stays in the cache."""
 _GRAIN = 1 << 15
 """Elements for which torch computes in a further thread (GRAIN_SIZE)."""
 _resident: Any = WeakTensorKeyDictionary()
@@ -427,6 +430,31 @@ class KeptExperts:
         """See `_add`, which gets the addresses of a call."""
         return self._programs.of(self._add, 7, rows, sums, is_whole, has_one_input, dtype=self.form.dtype)
 
+    def run(self, rows: int) -> Program:
+        """The program of a run for at least so many rows; what it computes of others is not used."""
+        return self.program(
+            round_up(rows, _RUN // 4), _ExpertSums(0, 0, self._hidden, False, self.form.dtype), False, False
+        )
+
+    def runs(
+        self, stacks: Sequence[Any], numbers: Sequence[int], groups: Mapping[int, Sequence[int]]
+    ) -> Iterator[list[tuple[int, _Expert]]]:
+        """The experts whose groups of rows are few enough for this, a few of them at a time, in their order."""
+        if not self._is_fit or self._width % MULTIPLE:
+            return
+        run, rows = list[tuple[int, _Expert]](), 0
+        for number, expert in zip(numbers, self._each(stacks, numbers), strict=True):
+            if expert is None or (size := len(groups[number])) > expert.most:
+                continue
+            self.products = expert.products
+            if rows + size > _RUN:
+                yield run
+                run, rows = [], 0
+            run.append((number, expert))
+            rows += size
+        if run:
+            yield run
+
     def step(self, numbers: Sequence[int], sums: _ExpertSums) -> tuple[list[int], Program] | None:
         """What the program of one token gets for these experts, in this order, and the program; None if not all are
         known."""
@@ -464,12 +492,19 @@ class KeptExperts:
             yield batch, experts
 
 
-def _computed(form: _ExpertsForm, module: Any, stacks: Sequence[Any], *args: torch.Tensor) -> torch.Tensor | None:
-    """The result of a module; None if it is left to the class."""
-    (stack, down), (x, index, weights) = stacks, args
+def _kept_of(form: _ExpertsForm, module: Any, stacks: Sequence[Any]) -> KeptExperts:
+    """What is kept of stacks, made if that is of others."""
+    stack, down = stacks
     kept: KeptExperts | None = stack.kept
     if kept is None or kept.form is not form or kept.down is not down:
         kept = stack.kept = KeptExperts(form, stack, down, module)
+    return kept
+
+
+def _computed(form: _ExpertsForm, module: Any, stacks: Sequence[Any], *args: torch.Tensor) -> torch.Tensor | None:
+    """The result of a module; None if it is left to the class."""
+    (stack, _), (x, index, weights) = stacks, args
+    kept = _kept_of(form, module, stacks)
     threads = torch.get_num_threads()
     sums = kept.sums(x, index, weights, threads)
     if sums is None or not weights.is_contiguous() or not form.is_of(module):
@@ -550,17 +585,34 @@ def _by_batches(form: _ExpertsForm, module: Any, stacks: Sequence[Any], *args: t
     experts = sorted(groups)
     if experts[0] < 0 or experts[-1] >= len(first) or weights.dtype not in (form.dtype, torch.float32):
         return None
-    results = x.new_empty(tokens * used, last.shape[2])
-    for batch in _few_rows(first.supply.batches(experts), groups):
-        sizes = [len(groups[expert]) for expert in batch]
-        of_batch = torch.tensor([row for expert in batch for row in groups[expert]], device="cpu")
-        both = first.multiplied(x[of_batch // used], batch, sizes)
-        both = both + biases[0][flat[of_batch]] if biases else both
-        product = last.multiplied(form.gated(module._modules.get("act_fn"), both), batch, sizes)
-        results[of_batch] = product + biases[1][flat[of_batch]] if biases else product
-    out = x.new_empty(tokens, last.shape[2])
+    kept, order = _kept_of(form, module, stacks), list[int]()
+    addresses = array("q", [bias.data_ptr() for bias in biases])
+    results, nbytes = x.new_empty(tokens * used, last.shape[2]), last.shape[2] * x.itemsize
+    for batch in first.supply.batches(experts):
+        few = set[int]()
+        for run in kept.runs(stacks, batch, groups):
+            chosen, sources = [len(run)], list[int]()
+            for number, expert in run:
+                chosen += expert.address, len(sources), len(groups[number]), number
+                sources += [row // used for row in groups[number]]
+            arrays, to = (array("q", chosen), array("q", sources), addresses), results.data_ptr() + len(order) * nbytes
+            at_chosen, at_sources, at_biases = (values.buffer_info()[0] for values in arrays)
+            kept.run(len(sources))(x.data_ptr(), at_chosen, at_sources, to, 0, 0, at_biases)
+            order += [row for number, _ in run for row in groups[number]]
+            few.update(number for number, _ in run)
+        for numbers in _few_rows([number for number in batch if number not in few], groups):
+            sizes, rows = [len(groups[number]) for number in numbers], [row for each in numbers for row in groups[each]]
+            of_batch = torch.tensor(rows, device="cpu")
+            both = first.multiplied(x[of_batch // used], numbers, sizes)
+            both = both + biases[0][flat[of_batch]] if biases else both
+            product = last.multiplied(form.gated(module._modules.get("act_fn"), both), numbers, sizes)
+            product = product + biases[1][flat[of_batch]] if biases else product
+            results[len(order) : len(order) + len(rows)] = product
+            order += rows
+    out, places = x.new_empty(tokens, last.shape[2]), torch.empty(tokens * used, dtype=torch.int64, device="cpu")
+    places[torch.tensor(order, device="cpu")] = torch.arange(len(order), device="cpu")
     for some in (slice(begin, begin + _TOKENS) for begin in range(0, tokens, _TOKENS)):
-        out[some] = (results.view(tokens, used, -1)[some] * weights[some].unsqueeze(-1)).sum(1)
+        out[some] = (results[places.view(tokens, used)[some]] * weights[some].unsqueeze(-1)).sum(1)
     return out
 
 
@@ -570,16 +622,16 @@ def has_few_rows(source: ExpertSource) -> bool:
     return is_coded and form_in(source.module, _forward) is not None
 
 
-def _few_rows(batches: Iterator[Sequence[int]], groups: Mapping[int, Sequence[int]]) -> Iterator[Sequence[int]]:
-    """The experts of batches, in their order, as many at a time as have `_ROWS` rows together; one may have more."""
-    for batch in batches:
-        begin = rows = 0
-        for index, expert in enumerate(batch):
-            if rows and rows + len(groups[expert]) > _ROWS:
-                yield batch[begin:index]
-                begin, rows = index, 0
-            rows += len(groups[expert])
-        yield batch[begin:]
+def _few_rows(experts: Sequence[int], groups: Mapping[int, Sequence[int]]) -> Iterator[Sequence[int]]:
+    """These experts, in their order, as many at a time as have `_ROWS` rows together; one may have more."""
+    begin = rows = 0
+    for index, expert in enumerate(experts):
+        if rows and rows + len(groups[expert]) > _ROWS:
+            yield experts[begin:index]
+            begin, rows = index, 0
+        rows += len(groups[expert])
+    if experts:
+        yield experts[begin:]
 
 
 def _is_even(count: int) -> bool:

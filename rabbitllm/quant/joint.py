@@ -202,7 +202,7 @@ class RoutedProduct:
         function, tile = _kernels.kernel(self.method, self.scheme, self.width)
         rounded = 1 if sources == -1 and not self.is_ordered else rows
         prepare, numbers, input_bytes, other_bytes = self.preparation
-        of_work = 8 * (joint_kernels.ROUNDING_WORDS + BEFORE_WORK + rows * len(ARGUMENTS)) + 2 * columns
+        of_work = 8 * (BEFORE_WORK + rows * len(ARGUMENTS))
         sizes = input_bytes * rounded, other_bytes * rounded, 4 * count * rows, of_work
         words: list[int | Place] = [x, chosen, 0 if rounded < rows else sources, out, *map(program.room, sizes)]
         if is_wide:
@@ -210,4 +210,5 @@ class RoutedProduct:
         words += [function, team.address, threads, tile]
         words += [program.compiled(prepare), columns, *numbers, input_bytes, other_bytes]
         words += [rounded, rows, count, number * len(ARGUMENTS)]
+        words += map(program.compiled, (joint_kernels.prepare_rows, joint_kernels.narrow_rows))
         program.add(joint_kernels.routed, words)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from rabbitllm.base.compiling import (
     call_parts,
     floats_at,
@@ -44,12 +46,13 @@ def narrow(data):  # type: ignore[no-untyped-def]
     _narrow(words[1], words[2], words[3])
 
 
-ROUTED_WORDS, ROUNDING_WORDS = 24, 11
+ROUTED_WORDS, ROUNDING_WORDS = 26, 11
 """Own address; addresses of the inputs in bfloat16, of the chosen matrices, of the number of each row's input (0: the
 row's own; -1: all have the first), and of the results (0: the sums are these); of memory for prepared inputs, what is
 with them, sums, and for words; of the kernel and of what threads share; threads; the rows of a tile; the function that
 prepares inputs; columns; three of its words (for integers step, group and order of their layout); bytes of a prepared
-row, and of what is with it; rows that are prepared, and all; rows of a matrix; its first word.
+row, and of what is with it; rows that are prepared, and all; rows of a matrix; its first word; and the addresses of
+`prepare_rows` and `narrow_rows`.
 
 The chosen matrices: their number, and for each the address of words (`ARGUMENTS` from the first of them), the begin and
 number of its rows, and a number that is not used here. Other rows are left as they are. If one row is prepared, it is
@@ -115,36 +118,88 @@ def reorder(data):  # type: ignore[no-untyped-def]
                 ordered[i] = singles[order[i]]
 
 
-def routed(data):  # type: ignore[no-untyped-def]
-    """Multiply chosen matrices, all of one form, each with rows of its own; the results are bfloat16, or their sums."""
+_SHARED_ROWS = 16
+"""Rows from which on several threads prepare them, and round their sums."""
+
+
+@helper()
+def _own_rows(begin, tokens, before, first, last):  # type: ignore[no-untyped-def]
+    """The first and the one after the last row of a matrix that are among some of all rows, of which so many are before
+    it."""
+    return begin + min(max(first - before, 0), tokens), begin + min(max(last - before, 0), tokens)
+
+
+@helper()
+def _all_rows(chosen):  # type: ignore[no-untyped-def]
+    """How many rows chosen matrices have."""
+    rows = 0
+    for i in range(2, len(chosen), 4):
+        rows += chosen[i]
+    return rows
+
+
+def prepare_rows(data, start, end, parts):  # type: ignore[no-untyped-def]
+    """Some parts of the rows of `routed`, prepared for its kernel."""
     head = to_array(data, ROUTED_WORDS)
-    inputs, others, sums, work_at = head[5], head[6], head[7], head[8] + 8 * ROUNDING_WORDS
-    columns, input_bytes, other_bytes = head[14], head[18], head[19]
-    prepared, width, first = head[20], head[22], head[23]
-    count = to_array(integers_at(head[2]), 1)[0]
-    if count == 0:
-        return
-    chosen = to_array(integers_at(head[2] + 8), 4 * count)
-    rounding = to_array(integers_at(head[8]), ROUNDING_WORDS)
+    chosen, columns = to_array(integers_at(head[2] + 8), 4 * to_array(integers_at(head[2]), 1)[0]), head[14]
+    rounding, ordered, before = np.empty(ROUNDING_WORDS, np.int64), np.empty(columns, np.uint16), 0
     rounding[2], rounding[3], rounding[4], rounding[5] = 1, 1, columns // head[15], columns
     rounding[6], rounding[7], rounding[8] = head[15], head[16], head[17]
-    ordered_at = work_at + 8 * (BEFORE_WORK + head[21] * _WORK)
-    ordered = to_array(words_at(ordered_at), columns)
-    for i in range(count if prepared > 1 else 1):
-        begin, tokens = (chosen[4 * i + 1], chosen[4 * i + 2]) if prepared > 1 else (0, 1)
-        order_at = to_array(integers_at(chosen[4 * i] + 8 * first), _WORK)[_EVEN]
-        for row in range(begin, begin + tokens):
+    rows = _all_rows(chosen) if head[20] > 1 else 1
+    first, last = rows * start // parts, rows * end // parts
+    for i in range(len(chosen) // 4 if head[20] > 1 else 1):
+        begin, tokens = (chosen[4 * i + 1], chosen[4 * i + 2]) if head[20] > 1 else (0, 1)
+        top, bottom = _own_rows(begin, tokens, before, first, last)
+        order_at = to_array(integers_at(chosen[4 * i] + 8 * head[23]), _WORK)[_EVEN]
+        for row in range(top, bottom):
             source = row if head[3] == 0 else 0
             if head[3] > 0:
                 source = to_array(integers_at(head[3] + 8 * row), 1)[0]
             rounding[1] = head[1] + 2 * columns * source
             if order_at != 0:
                 order, halves = to_array(integers_at(order_at), columns), to_array(words_at(rounding[1]), columns)
-                rounding[1] = ordered_at
                 for k in range(columns):
                     ordered[k] = halves[order[k]]
-            rounding[9], rounding[10] = inputs + input_bytes * row, others + other_bytes * row
-            call_parts(head[13], head[8], 0, 1, 1)
+                rounding[1] = ordered.ctypes.data
+            rounding[9], rounding[10] = head[5] + head[18] * row, head[6] + head[19] * row
+            call_parts(head[13], rounding.ctypes.data, 0, 1, 1)
+        before += tokens
+    rounding[1] = ordered[0] = 0  # numba frees memory after its last use
+
+
+def narrow_rows(data, start, end, parts):  # type: ignore[no-untyped-def]
+    """Some parts of the rows of `routed`, whose sums are rounded."""
+    head = to_array(data, ROUTED_WORDS)
+    chosen, width, before = to_array(integers_at(head[2] + 8), 4 * to_array(integers_at(head[2]), 1)[0]), head[22], 0
+    rows = _all_rows(chosen)
+    for i in range(0, len(chosen), 4):
+        place = chosen[i + 1], chosen[i + 2], before, rows * start // parts, rows * end // parts
+        top, bottom = _own_rows(*place)
+        if bottom > top:
+            _narrow(head[7] + 4 * width * top, head[4] + 2 * width * top, (bottom - top) * width)
+        before += chosen[i + 2]
+
+
+@helper()
+def _share(head, function, data, rows):  # type: ignore[no-untyped-def]
+    """Call a function for all of so many rows, in some threads if they are many; see `parts.run_parts`."""
+    if head[11] > 1 and rows >= _SHARED_ROWS:
+        call_parts(shared(head[10] + 8 * RUN), head[10], function, data, head[11])
+    else:
+        call_parts(function, data, 0, PARTS, PARTS)
+
+
+def routed(data):  # type: ignore[no-untyped-def]
+    """Multiply chosen matrices, all of one form, each with rows of its own; the results are bfloat16, or their sums."""
+    head = to_array(data, ROUTED_WORDS)
+    inputs, others, sums, work_at = head[5], head[6], head[7], head[8]
+    input_bytes, other_bytes, prepared, width, first = head[18], head[19], head[20], head[22], head[23]
+    count = to_array(integers_at(head[2]), 1)[0]
+    if count == 0:
+        return
+    chosen = to_array(integers_at(head[2] + 8), 4 * count)
+    rows = _all_rows(chosen)
+    _share(head, head[24], head[0], min(rows, prepared))
     work = to_array(integers_at(work_at), BEFORE_WORK + count * _WORK)
     work[0], work[1] = head[12], count
     for i in range(count):
@@ -156,10 +211,6 @@ def routed(data):  # type: ignore[no-untyped-def]
         source = begin if prepared > 1 else 0
         work[piece + _EVEN], work[piece + _ODD] = inputs + input_bytes * source, others + other_bytes * source
         work[piece + _OUT], work[piece + _TOKENS] = sums + 4 * width * begin, tokens
-    if head[11] > 1:
-        call_parts(shared(head[10] + 8 * RUN), head[10], head[9], work_at, head[11])  # see `parts.run_parts`
-    else:
-        call_parts(head[9], work_at, 0, PARTS, PARTS)
-    for i in range(count if head[4] != 0 else 0):
-        begin, tokens = chosen[4 * i + 1], chosen[4 * i + 2]
-        _narrow(sums + 4 * width * begin, head[4] + 2 * width * begin, tokens * width)
+    _share(head, head[9], work_at, _SHARED_ROWS)
+    if head[4] != 0:
+        _share(head, head[25], head[0], rows)

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from rabbitllm.base.programs import Place, Program
     from rabbitllm.quant._integers import InputLayout
 
-MAX_CODE_INPUTS = {"8bit": 5}
+MAX_CODE_INPUTS, MAX_CODE_INPUTS_WITH_AMX = {"4bit": 32, "8bit": 12, "Q8_0": 24}, {"8bit": 8}
 """Rows of input up to which codes are decoded for every few of them; 16 for other schemes than these."""
 MAX_AMX_INPUTS, MAX_WORD_INPUTS = 32, 128
 """Rows of bfloat16 up to which panels are faster than torch with AMX, and with AVX512-BF16 as integers of two bytes."""
@@ -316,7 +316,8 @@ class Matrix(QuantizedMatrix, KernelMatrix):
 
     @property
     def max_inputs(self) -> int:  # type: ignore[override]
-        return MAX_CODE_INPUTS.get(self.form.scheme, 16)
+        most = MAX_CODE_INPUTS_WITH_AMX if bfloat_products.torch_has_tiles() else MAX_CODE_INPUTS
+        return most.get(self.form.scheme, 16)
 
     def method_for(self, count: int, dtype: torch.dtype) -> tuple[str, int]:
         scheme = self.form.scheme

@@ -304,7 +304,7 @@ def test_long_prompt_multiplies_several_experts_while_others_are_read(
         multiply(product, matrices, groups)
 
     monkeypatch.setattr(GroupedProduct, "multiply", spied)
-    prompt = torch.randint(0, 200, (2, 40), generator=torch.Generator().manual_seed(0))
+    prompt = torch.randint(0, 200, (2, 400), generator=torch.Generator().manual_seed(0))
     results, most = [], []
     for slots in (1, 8):
         monkeypatch.setattr(_expert_pool, "MAX_TRANSIT", slots)

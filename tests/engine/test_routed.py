@@ -341,7 +341,7 @@ def test_what_is_left_to_the_class(tmp_path: Path, calls: list[tuple[int, int]])
     assert_same()
     assert calls == [(1, 1)]
     del calls[:]
-    assert_same(17)  # of one expert
+    assert_same(33)  # of one expert
     assert_same(dtype=torch.float32)
     with torch.enable_grad():
         assert_same()

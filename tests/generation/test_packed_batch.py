@@ -49,7 +49,8 @@ def test_all_forms_of_weights(
 ) -> None:
     monkeypatch.setattr(products, "max_panel_inputs", lambda width, dtype: 0)  # they round inputs of many rows alone
     if is_of_bytes("4bit"):  # and by codes of few rows
-        monkeypatch.setitem(products.MAX_CODE_INPUTS, "4bit", 1 << 20)
+        for limits in (products.MAX_CODE_INPUTS, products.MAX_CODE_INPUTS_WITH_AMX):
+            monkeypatch.setitem(limits, "4bit", 1 << 20)
     model = load(split(folder, compression), budget, exact=compression is None)
     inputs = prompts()
     with forwards(model) as rows:

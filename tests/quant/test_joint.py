@@ -13,7 +13,7 @@ from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._activations import Rounding
 from rabbitllm.quant import _vectors, gguf_blocks
 from rabbitllm.quant._kernel_interface import CODES
-from rabbitllm.quant.bfloat_products import FEW_ROWS, max_rows, times
+from rabbitllm.quant.bfloat_products import FEW_ROWS, max_rows, times, torch_has_tiles
 from rabbitllm.quant.joint import JointProduct
 from rabbitllm.quant.plain import PlainMatrix
 from rabbitllm.quant.products import Matrix
@@ -83,7 +83,9 @@ def test_bits_of_separate_products(name: str, dtype: torch.dtype, threads: int) 
     is_wide = [index % 2 == 1 for index in range(len(matrices))]
     product = JointProduct.of(matrices, is_wide)
     assert product is not None
-    assert product.max_inputs == (5 if name == "all" else 16)
+    has_tiles, schemes = torch_has_tiles(), {of.form.scheme for of in matrices}
+    limits = {"4bit": 16, "8bit": 8, "Q8_0": 16} if has_tiles else {"4bit": 32, "8bit": 12, "Q8_0": 24}
+    assert product.max_inputs == min(limits.get(scheme, 16) for scheme in schemes)
     for count in (1, 2, 4, 5, 1):
         x = 30 * inputs(count, COLUMNS, dtype)
         x[-1, 64:200] = 0
