@@ -235,13 +235,18 @@ def _begin(request: SplitRequest) -> SplitWork:
     durable.make_folder(request.folder)
     try:
         small_files = _small_files(request.checkpoint)
+        mark = request.folder / STAGING_NAME  # without a record it says that small files are copies of a killed run
+        if mark.exists():
+            _remove_files(request.folder, [*filter(Path.exists, map(request.folder.joinpath, small_files))])
         stale = _refuse_files_of_others(request, plan, small_files)
+        durable.make_folder(mark)
         copied = _write_small_files(request.folder, small_files)
         if request.accept is not None:
             try:
                 request.accept(PlannedFiles(plan, request.folder))
             except BaseException:
                 _remove_files(request.folder, copied)
+                durable.remove_empty_folder(mark)
                 raise
         _warn_of_left_out(plan.shards, plan.source, request.options.shards, request.checkpoint)
         _require_no_record(request.folder)
@@ -399,7 +404,7 @@ def _begin_again(lost: Collection[str], shards: Collection[str], work: SplitWork
 def _refuse_files_of_others(request: SplitRequest, plan: SplitPlan, small_files: Mapping[str, bytes]) -> list[Path]:
     """Refuse a folder without a record of a split that has files which this split would replace.
 
-    A run that was killed before its first record has left the same config and tokenizer. An unfinished split of
+    Copies of a run that was killed before its first record are gone by now, if it left its mark. An unfinished split of
     RabbitLLM 1.1 has layer files with the tensors of these layers, and may have a torn one.
 
     Returns:
