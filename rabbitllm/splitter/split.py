@@ -295,8 +295,6 @@ def _resume(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
     require_fitted(request.folder, earlier.quantizer, fit_scales=request.options.fit_scales)
     _require_shards_of(lost, request.folder, earlier.plan, metadata)
     require_shards([s.name for s in earlier.plan.shards if s.name not in earlier.used], metadata, checkpoint)
-    if request.accept is not None:
-        request.accept(PlannedFiles(earlier.plan, request.folder))
     logger.info("Resuming %s: %d shards are used.", request.folder, len(earlier.used))
     budget = other_budget(earlier.plan.chosen, request.options) if earlier.plan.compression == AUTO else None
     if budget is not None:
@@ -309,9 +307,11 @@ def _resume(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
     work = _make_work(request, plan, disk_budget, earlier.checksums, earlier.quantizer)
     work = replace(work, source_checksums=earlier.source_checksums, sound=earlier.sound)
     require_as_written(work)
-    journal.settle(request.folder)
     if journal.repair_command(request.folder) is None and (checkpoint.translation is None or checkpoint.derived()):
-        _write_small_files(request.folder, _small_files(checkpoint))  # the check has read the present ones
+        _write_small_files(request.folder, _small_files(checkpoint))  # those of now, which the check reads
+    if request.accept is not None:
+        request.accept(PlannedFiles(earlier.plan, request.folder))
+    journal.settle(request.folder)
     if lost:
         _begin_again(lost, before.used - earlier.used, work)
     take_names_back(work)
