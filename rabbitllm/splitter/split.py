@@ -254,6 +254,7 @@ def _begin(request: SplitRequest) -> SplitWork:
         for path in (*filter(Path.exists, markers), *stale):  # never a marker without its file
             durable.remove(path)
         journal.begin(request.folder, plan, quantizer, new=True)
+        durable.remove_empty_folder(mark)
     except FileExistsError as error:
         raise InUseError(
             f"{request.folder} is in use by another process, which began a split there although this one has locked "
@@ -287,10 +288,11 @@ def _resume(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
             "folder (--dir, layer_shards_saving_path). Delete the split only if all original shards still exist.",
         )
     if reason is not None:
+        renamed = f"If it is the same model, name its folder {source.name!r} again. " if source.kind == "local" else ""
         raise SplitMismatchError(
             f"{request.folder} holds an unfinished split of {source.instead_of(identity.name)}: {reason}.",
-            "Split into another folder (--dir, layer_shards_saving_path). If all shards of that other model still "
-            "exist, you can delete this folder.",
+            f"{renamed}Split into another folder (--dir, layer_shards_saving_path). If all shards of that other model "
+            "still exist, you can delete this folder.",
         )
     require_fitted(request.folder, earlier.quantizer, fit_scales=request.options.fit_scales)
     _require_shards_of(lost, request.folder, earlier.plan, metadata)
@@ -347,8 +349,8 @@ def _lack_of_evidence(request: SplitRequest, source: SourceIdentity, identity: S
         or not source.fingerprints.keys().isdisjoint(identity.fingerprints)
     ):
         return None
-    if request.folder.is_relative_to(request.checkpoint.label):  # the folder was renamed, with its split inside
-        return None
+    if request.folder.resolve().is_relative_to(Path(request.checkpoint.label).resolve()):
+        return None  # the folder was renamed, with its split inside
     return "it has another name, and no shard is left to compare"
 
 
