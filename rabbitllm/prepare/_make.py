@@ -238,7 +238,7 @@ def _refuse_without_evidence(source: Source, manifest: Manifest, metadata: list[
     split_source = manifest.source
     if source.local is None or metadata or split_source.kind != "local":
         return
-    lies_inside = source.split_folder.is_relative_to(source.local)
+    lies_inside = source.split_folder.resolve().is_relative_to(source.local.resolve())
     if not lies_inside and split_source.name != source.local.resolve().name:
         raise SplitMismatchError(
             f"{source.split_folder} was split from a folder named {split_source.name!r}, and {source.local} has none "

@@ -288,7 +288,7 @@ def require_shards(shards: Iterable[str], metadata: Mapping[str, ShardMetadata],
         raise MissingShardError(
             f"{checkpoint.label} lacks {len(missing)} of the shards in its index: {listed(missing)}. Nothing "
             "was changed.",
-            f"Add the missing shards, or use the repository that has them. {USED_UP}",
+            f"Add the missing shards, or use the repository that has them, with access to the hub. {USED_UP}",
         )
 
 

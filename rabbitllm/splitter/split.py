@@ -235,13 +235,18 @@ def _begin(request: SplitRequest) -> SplitWork:
     durable.make_folder(request.folder)
     try:
         small_files = _small_files(request.checkpoint)
+        mark = request.folder / STAGING_NAME  # without a record it says that small files are copies of a killed run
+        if mark.exists():
+            _remove_files(request.folder, [*filter(Path.exists, map(request.folder.joinpath, small_files))])
         stale = _refuse_files_of_others(request, plan, small_files)
+        durable.make_folder(mark)
         copied = _write_small_files(request.folder, small_files)
         if request.accept is not None:
             try:
                 request.accept(PlannedFiles(plan, request.folder))
             except BaseException:
                 _remove_files(request.folder, copied)
+                durable.remove_empty_folder(mark)
                 raise
         _warn_of_left_out(plan.shards, plan.source, request.options.shards, request.checkpoint)
         _require_no_record(request.folder)
@@ -249,6 +254,7 @@ def _begin(request: SplitRequest) -> SplitWork:
         for path in (*filter(Path.exists, markers), *stale):  # never a marker without its file
             durable.remove(path)
         journal.begin(request.folder, plan, quantizer, new=True)
+        durable.remove_empty_folder(mark)
     except FileExistsError as error:
         raise InUseError(
             f"{request.folder} is in use by another process, which began a split there although this one has locked "
@@ -282,16 +288,15 @@ def _resume(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
             "folder (--dir, layer_shards_saving_path). Delete the split only if all original shards still exist.",
         )
     if reason is not None:
+        renamed = f"If it is the same model, name its folder {source.name!r} again. " if source.kind == "local" else ""
         raise SplitMismatchError(
             f"{request.folder} holds an unfinished split of {source.instead_of(identity.name)}: {reason}.",
-            "Split into another folder (--dir, layer_shards_saving_path). If all shards of that other model still "
-            "exist, you can delete this folder.",
+            f"{renamed}Split into another folder (--dir, layer_shards_saving_path). If all shards of that other model "
+            "still exist, you can delete this folder.",
         )
     require_fitted(request.folder, earlier.quantizer, fit_scales=request.options.fit_scales)
     _require_shards_of(lost, request.folder, earlier.plan, metadata)
     require_shards([s.name for s in earlier.plan.shards if s.name not in earlier.used], metadata, checkpoint)
-    if request.accept is not None:
-        request.accept(PlannedFiles(earlier.plan, request.folder))
     logger.info("Resuming %s: %d shards are used.", request.folder, len(earlier.used))
     budget = other_budget(earlier.plan.chosen, request.options) if earlier.plan.compression == AUTO else None
     if budget is not None:
@@ -304,9 +309,11 @@ def _resume(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
     work = _make_work(request, plan, disk_budget, earlier.checksums, earlier.quantizer)
     work = replace(work, source_checksums=earlier.source_checksums, sound=earlier.sound)
     require_as_written(work)
-    journal.settle(request.folder)
     if journal.repair_command(request.folder) is None and (checkpoint.translation is None or checkpoint.derived()):
-        _write_small_files(request.folder, _small_files(checkpoint))  # the check has read the present ones
+        _write_small_files(request.folder, _small_files(checkpoint))  # those of now, which the check reads
+    if request.accept is not None:
+        request.accept(PlannedFiles(earlier.plan, request.folder))
+    journal.settle(request.folder)
     if lost:
         _begin_again(lost, before.used - earlier.used, work)
     take_names_back(work)
@@ -342,8 +349,8 @@ def _lack_of_evidence(request: SplitRequest, source: SourceIdentity, identity: S
         or not source.fingerprints.keys().isdisjoint(identity.fingerprints)
     ):
         return None
-    if request.folder.is_relative_to(request.checkpoint.label):  # the folder was renamed, with its split inside
-        return None
+    if request.folder.resolve().is_relative_to(Path(request.checkpoint.label).resolve()):
+        return None  # the folder was renamed, with its split inside
     return "it has another name, and no shard is left to compare"
 
 
@@ -399,7 +406,7 @@ def _begin_again(lost: Collection[str], shards: Collection[str], work: SplitWork
 def _refuse_files_of_others(request: SplitRequest, plan: SplitPlan, small_files: Mapping[str, bytes]) -> list[Path]:
     """Refuse a folder without a record of a split that has files which this split would replace.
 
-    A run that was killed before its first record has left the same config and tokenizer. An unfinished split of
+    Copies of a run that was killed before its first record are gone by now, if it left its mark. An unfinished split of
     RabbitLLM 1.1 has layer files with the tensors of these layers, and may have a torn one.
 
     Returns:

@@ -43,6 +43,7 @@ from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME
 from tests.support.builders import INDEX_NAME, build_checkpoint, read_tensors, reshard
 from tests.support.load_requests import asked
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  a fixture that applies by itself
+from tests.support.splitting import Call, interrupted
 
 SHARDS = 3
 LOAD: dict[str, Any] = {"device": "cpu", "show_layer_progress": False}
@@ -292,6 +293,32 @@ def test_unfinished_split_of_an_unloadable_model_keeps_its_shards(checkpoint: Pa
     with pytest.raises(IncompleteCheckpointError, match="lacks 1 of the"):
         AutoModel.from_pretrained(checkpoint, sequential_shard_processing=True, **LOAD)
     assert contents(checkpoint) == before
+
+
+@pytest.mark.parametrize("fault", [too_many_layers, too_few_layers, a_tokenizer_of_wrong_types])
+def test_an_edit_between_two_calls_is_refused_before_a_further_shard_is_deleted(
+    checkpoint: Path, tmp_path: Path, fault: Callable[[Path], None]
+) -> None:
+    """The check reads config and tokenizer of now, not the split's copies of them."""
+    sound = shutil.copytree(checkpoint, tmp_path / "sound", ignore=shutil.ignore_patterns("*.safetensors"))
+    interrupted(Call(str(checkpoint)))
+    fault(checkpoint)
+    shards = sorted(checkpoint.glob("model-*.safetensors"))
+    assert len(shards) == SHARDS - 1
+    with pytest.raises(RabbitLLMError):
+        AutoModel.from_pretrained(checkpoint, sequential_shard_processing=True, **LOAD)
+    assert sorted(checkpoint.glob("model-*.safetensors")) == shards
+    shutil.copytree(sound, checkpoint, dirs_exist_ok=True)
+    AutoModel.from_pretrained(checkpoint, sequential_shard_processing=True, **LOAD)
+
+
+def test_a_resumed_split_loads_the_tokenizer_of_now(checkpoint: Path) -> None:
+    interrupted(Call(str(checkpoint)))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer.add_tokens(["zebra"])
+    tokenizer.save_pretrained(checkpoint)
+    model = AutoModel.from_pretrained(checkpoint, sequential_shard_processing=True, **LOAD)
+    assert model.tokenizer("zebra").input_ids == tokenizer("zebra").input_ids
 
 
 def test_delete_original_checks_a_finished_split_first(checkpoint: Path) -> None:

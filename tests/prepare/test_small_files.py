@@ -19,6 +19,7 @@ from rabbitllm.store.manifest import MANIFEST_NAME
 from tests.prepare.conftest import REPO
 from tests.support.builders import build_checkpoint
 from tests.support.commands import invoke
+from tests.support.dying import dying_at
 from tests.support.gguf_files import write_gguf
 from tests.support.local_hub import LocalHub
 from tests.support.meta_files import tiny_llama, write_meta
@@ -250,6 +251,20 @@ def test_offline_with_another_commit_in_the_cache(
     snapshot_download(REPO)
     assert split(REPO, local_files_only=True) == folder
     assert f"has the weights of commit {first}, and the hub cache has {local_hub.commit(REPO)}" in caplog.text
+
+
+@pytest.mark.parametrize("at", range(0, 24, 3))
+def test_edited_after_an_early_kill(tmp_path: Path, at: int) -> None:
+    """Before the split has a record, a mark tells its copies from files of the user's own."""
+    model = build_checkpoint(tmp_path / "model", "llama", shards=2)
+    call = Call(str(model))
+    with dying_at(at) as death:
+        call.make()
+    assert death.step is not None
+    edit(model, rope_theta=12345.0)
+    folder = call.make()
+    assert json.loads((folder / "config.json").read_text())["rope_theta"] == 12345.0
+    assert not (folder / ".staging").exists()
 
 
 @pytest.mark.parametrize("move", [False, True])

@@ -697,10 +697,27 @@ def test_finished_split_of_a_folder_that_was_renamed_before(model: Path, tmp_pat
     assert not any((tmp_path / "renamed").glob("*.safetensors"))
 
 
-def test_unfinished_split_in_a_renamed_folder(model: Path, tmp_path: Path, expected: LayerFiles) -> None:
-    interrupted(Call(str(model)), shards=3)
+@pytest.mark.parametrize("finished", [True, False])
+def test_split_in_a_renamed_folder(
+    model: Path, tmp_path: Path, expected: LayerFiles, finished: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one of the two paths is relative."""
+    call = Call(str(model), str(model / "splits"))
+    call.make() if finished else interrupted(call, shards=3)
     model.rename(tmp_path / "renamed")
-    assert layer_files(split(tmp_path / "renamed")) == expected(None)
+    monkeypatch.chdir(tmp_path)
+    assert layer_files(split("renamed", tmp_path / "renamed" / "splits")) == expected(None)
+
+
+def test_unfinished_split_outside_of_a_renamed_folder(model: Path, tmp_path: Path, expected: LayerFiles) -> None:
+    """No shard is left: nothing shows that it is the same model."""
+    interrupted(Call(str(model), str(tmp_path / "splits")), shards=3)
+    model.rename(tmp_path / "renamed")
+    with pytest.raises(SplitMismatchError, match="no shard is left to compare") as refused:
+        split(tmp_path / "renamed", tmp_path / "splits")
+    assert f"name its folder {model.name!r} again" in refused.value.remedy
+    (tmp_path / "renamed").rename(model)
+    assert layer_files(split(model, tmp_path / "splits")) == expected(None)
 
 
 def test_unfinished_split_of_a_folder_refuses_a_repository(
