@@ -179,6 +179,8 @@ CHARACTERS_OF_A_TOKEN = 3
 """Below the average of most languages, so that the estimate of tokens tends to be high."""
 MEDIA_TOKENS = 1024
 """Estimate of the tokens of a picture or a sound."""
+MOST_TOKENS = 1 << 40
+"""Limits of new tokens above this one count as this, which no context has."""
 ERRORS, GENERATIONS, LIKELIHOODS, EMBEDDINGS = range(4)
 """Kinds of lines."""
 
@@ -219,12 +221,13 @@ def kind_of(task: Task) -> int:
 def text_and_size(task: Task) -> tuple[str, int]:
     """The text of a line, and its estimated number of tokens."""
     if isinstance(task, Generate):
+        new_tokens = min(task.max_new_tokens, MOST_TOKENS)
         if isinstance(task.prompt, str):
-            return task.prompt, len(task.prompt) // CHARACTERS_OF_A_TOKEN + task.max_new_tokens
+            return task.prompt, len(task.prompt) // CHARACTERS_OF_A_TOKEN + new_tokens
         if task.prompt and isinstance(task.prompt[0], int):
-            return str(task.prompt[:PREFIX_CHARACTERS]), len(task.prompt) + task.max_new_tokens
+            return str(task.prompt[:PREFIX_CHARACTERS]), len(task.prompt) + new_tokens
         text, media = text_of_messages(task.prompt)
-        return text, len(text) // CHARACTERS_OF_A_TOKEN + media * MEDIA_TOKENS + task.max_new_tokens
+        return text, len(text) // CHARACTERS_OF_A_TOKEN + media * MEDIA_TOKENS + new_tokens
     if isinstance(task, ScoreItem | Choose):
         texts = task.continuations if isinstance(task, ScoreItem) else task.choices
         return task.context, (len(task.context) + max(map(len, texts))) // CHARACTERS_OF_A_TOKEN
@@ -236,7 +239,7 @@ def text_and_size(task: Task) -> tuple[str, int]:
         text = text or str(task.body.get("prompt") or task.body.get("input") or "")
         limit = task.body.get("max_completion_tokens") or task.body.get("max_tokens") or task.defaults.max_new_tokens
         tokens = len(text) // CHARACTERS_OF_A_TOKEN + media * MEDIA_TOKENS
-        return text, tokens + (limit if isinstance(limit, int) else 0)
+        return text, tokens + (max(0, min(limit, MOST_TOKENS)) if isinstance(limit, int) else 0)
     return "", 0
 
 

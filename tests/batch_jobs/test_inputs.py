@@ -61,6 +61,17 @@ def test_lines_are_read_again_in_any_order() -> None:
         assert (item.key, item.task.prompt) == (index, f"p{index}")  # type: ignore[union-attr]
 
 
+def test_a_limit_of_any_size_is_scanned_and_ordered() -> None:
+    large = 10**30
+    body = {"method": "POST", "url": "/v1/completions"}
+    tasks: list[dict[str, Any]] = [{"prompt": "a"}, {"tokens": [5]}, {"messages": [{"role": "user", "content": "a"}]}]
+    calls = [body | {"custom_id": str(size), "body": {"prompt": "a", "max_tokens": size}} for size in (large, -large)]
+    scan = of(*(task | {"max_tokens": large} for task in tasks), *calls, {"prompt": "a"})
+    assert scan.ordered(range(len(scan)))[-1] == 4
+    assert sorted(item.index for item in ordered([scan.item(index) for index in range(len(scan))])) == [*range(6)]
+    assert len(scanned(io.BytesIO(b'{"prompt": "a"}'), Defaults(large))) == 1
+
+
 def test_duplicate_ids_are_refused() -> None:
     with pytest.raises(InputError, match=r"Lines 2 and 5 of the input both have the id 'a'"):
         of(
