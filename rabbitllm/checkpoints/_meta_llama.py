@@ -22,7 +22,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rabbitllm.base.rounding import round_up
 from rabbitllm.base.terminal import listed
@@ -55,8 +55,8 @@ class MetaParams:
         vocab_size: None where the tokenizer determines it (Llama 1 and 2 have -1).
         intermediate: rows of a feed-forward matrix.
         rope_theta: base of the rotary frequencies.
-        scaled_rope: whether they are scaled, as from Llama 3.1 on.
-        rope_factor, rope_high_freq: parameters of the scaling, where the file has them.
+        use_scaled_rope: whether they are scaled, as from Llama 3.1 on.
+        rope_scaling_factor, rope_high_freq_factor: parameters of the scaling, where the file has them.
     """
 
     dim: int
@@ -67,9 +67,9 @@ class MetaParams:
     vocab_size: int | None = None
     intermediate: int | None = None
     rope_theta: float | None = None
-    scaled_rope: bool = False
-    rope_factor: float | None = None
-    rope_high_freq: float | None = None
+    use_scaled_rope: bool = False
+    rope_scaling_factor: float | None = None
+    rope_high_freq_factor: float | None = None
 
     @property
     def head_dim(self) -> int:
@@ -94,34 +94,26 @@ def parse_params(content: Mapping[str, Any], label: str) -> MetaParams:
     for key in _REQUIRED:
         if key not in fields:
             raise InvalidIndexError(f"{label} has no {key!r}; expected the parameters of a Llama.", _OWN)
-    sizes = {key: _integer(fields[key], key, label) for key in _INTEGERS if key in fields and fields[key] != -1}
-    numbers = {key: _number(fields[key], key, label) for key in _NUMBERS if key in fields}
-    dim, heads = sizes.get("dim", 0), sizes.get("n_heads", 0)
-    kv_heads = sizes.get("n_kv_heads", heads)
-    layers = sizes.get("n_layers", 0)
+    values: dict[str, Any] = {
+        **{
+            key: _integer(fields[key], key, label) for key in _INTEGERS if key in _REQUIRED or fields.get(key, -1) != -1
+        },
+        **{key: _number(fields[key], key, label) for key in _NUMBERS if key in fields},
+    }
+    dim, heads, layers = values["dim"], values["n_heads"], values["n_layers"]
+    kv_heads = values.setdefault("n_kv_heads", heads)
     for contradiction, wrong in (
-        (f"dim {dim} is not an even number of rows for each of {heads} heads", not heads or dim % (2 * heads)),
-        (f"n_heads {heads} is not a multiple of n_kv_heads {kv_heads}", not kv_heads or heads % kv_heads),
-        (f"n_layers is {layers}, expected 1 to {MAX_LAYERS:,}", not 0 < layers <= MAX_LAYERS),
+        (f"dim {dim} is not an even number of rows for each of {heads} heads", dim % (2 * heads)),
+        (f"n_heads {heads} is not a multiple of n_kv_heads {kv_heads}", heads % kv_heads),
+        (f"n_layers is {layers}, expected 1 to {MAX_LAYERS:,}", layers > MAX_LAYERS),
     ):
         if wrong:
             raise InvalidIndexError(f"{label} contradicts itself: {contradiction}.", _OWN)
     scaled = fields.get("use_scaled_rope", False)
     if not isinstance(scaled, bool):
         raise InvalidIndexError(f"{label} has use_scaled_rope {scaled!r}; expected true or false.", _OWN)
-    return MetaParams(
-        dim,
-        layers,
-        heads,
-        kv_heads,
-        numbers["norm_eps"],
-        sizes.get("vocab_size"),
-        _intermediate(dim, sizes.get("multiple_of"), numbers.get("ffn_dim_multiplier", 1.0)),
-        numbers.get("rope_theta"),
-        scaled,
-        numbers.get("rope_scaling_factor"),
-        numbers.get("rope_high_freq_factor"),
-    )
+    intermediate = _intermediate(dim, values.pop("multiple_of", None), values.pop("ffn_dim_multiplier", 1.0))
+    return MetaParams(**values, intermediate=intermediate, use_scaled_rope=scaled)
 
 
 def _refuse_unknown_fields(fields: Mapping[str, Any], label: str) -> None:
@@ -161,19 +153,18 @@ def _intermediate(dim: int, multiple_of: int | None, multiplier: float) -> int |
     return round_up(int(multiplier * int(2 * 4 * dim / 3)), multiple_of)
 
 
-_LAYER = re.compile(r"layers\.(0|[1-9]\d{0,5})\.(.+)\.weight")
-_IN_LAYER: Mapping[str, tuple[str, int | None]] = {
-    "attention.wq": ("self_attn.q_proj", 0),
-    "attention.wk": ("self_attn.k_proj", 0),
-    "attention.wv": ("self_attn.v_proj", 0),
-    "attention.wo": ("self_attn.o_proj", 1),
-    "feed_forward.w1": ("mlp.gate_proj", 0),
-    "feed_forward.w2": ("mlp.down_proj", 1),
-    "feed_forward.w3": ("mlp.up_proj", 0),
-    "attention_norm": ("input_layernorm", None),
-    "ffn_norm": ("post_attention_layernorm", None),
+_IN_LAYER: Mapping[str, tuple[str, tuple[str, ...], int | None]] = {
+    "attention.wq": ("self_attn.q_proj", ("dim", "dim"), 0),
+    "attention.wk": ("self_attn.k_proj", ("keys", "dim"), 0),
+    "attention.wv": ("self_attn.v_proj", ("keys", "dim"), 0),
+    "attention.wo": ("self_attn.o_proj", ("dim", "dim"), 1),
+    "feed_forward.w1": ("mlp.gate_proj", ("rows", "dim"), 0),
+    "feed_forward.w2": ("mlp.down_proj", ("dim", "rows"), 1),
+    "feed_forward.w3": ("mlp.up_proj", ("rows", "dim"), 0),
+    "attention_norm": ("input_layernorm", ("dim",), None),
+    "ffn_norm": ("post_attention_layernorm", ("dim",), None),
 }
-"""Meta's module -> transformers', and the dimension along which ranks cut it; None where each rank has all of it."""
+"""Meta's module -> transformers', its shape, and the dimension along which ranks cut it; None where each has all."""
 _EMBEDDING, _HEAD, _NORM = "tok_embeddings.weight", "output.weight", "norm.weight"
 _LEFT_OUT = {"rope.freqs"}
 """Tensors left out, since they follow from the parameters."""
@@ -301,7 +292,7 @@ def translated(header: Header, params: MetaParams, rank: int, ranks: int, file: 
         UnreadableFormatError: a tensor does not belong to a dense Llama, or is not floating-point.
     """
     shapes = shapes_of(header, params, ranks, file)
-    expected = _expected_shapes(params, shapes, ranks)
+    expected = _expected_tensors(params, shapes, ranks)
     tensors = {tensor.name: tensor for tensor in header.tensors if tensor.name not in _LEFT_OUT}
     for name, tensor in tensors.items():
         if name not in expected:
@@ -312,53 +303,52 @@ def translated(header: Header, params: MetaParams, rank: int, ranks: int, file: 
                 f"{', '.join(_FLOATING)}.",
                 "Use the model's unquantized checkpoint with compression='4bit' or '8bit'.",
             )
-        if tensor.shape != expected[name][1]:
-            raise _shape_error(tensor, file, str(expected[name][1]))
+        if tensor.shape != expected[name].shape:
+            raise _shape_error(tensor, file, str(expected[name].shape))
     for name in expected:
         if name != _HEAD or not shapes.tied:
             _required(tensors, name, file)
     specs, copies = [], []
     for name, tensor in tensors.items():
-        new_name, _, dim = expected[name]
+        new_name, _, dim, heads = expected[name]
         if name == _HEAD and shapes.tied:
             continue
         if dim is None and rank > 0:
             copies.append(tensor._replace(name=new_name))
             continue
-        in_layer = _LAYER.fullmatch(name)
-        rotated = {"attention.wq": params.n_heads, "attention.wk": params.n_kv_heads}
-        own_heads = rotated.get(in_layer[2]) if in_layer is not None else None
-        turned = tensor if own_heads is None else _halves_first(tensor, own_heads // ranks)
+        turned = tensor if heads is None else _halves_first(tensor, heads // ranks)
         specs.append(_as_piece(turned, new_name, dim, rank, ranks))
     return dataclasses.replace(header, tensors=tuple(specs), copies=tuple(copies))
 
 
-def _expected_shapes(
-    params: MetaParams, shapes: Shapes, ranks: int
-) -> dict[str, tuple[str, tuple[int, ...], int | None]]:
-    """Meta's name -> transformers' name, the shape in one rank, and the dimension along which ranks cut it."""
-    dim, rows, keys = params.dim, shapes.intermediate, params.n_kv_heads * params.head_dim
-    in_layer = {
-        "attention.wq": (dim, dim),
-        "attention.wk": (keys, dim),
-        "attention.wv": (keys, dim),
-        "attention.wo": (dim, dim),
-        "feed_forward.w1": (rows, dim),
-        "feed_forward.w2": (dim, rows),
-        "feed_forward.w3": (rows, dim),
-    }
-    whole: dict[str, tuple[str, tuple[int, ...], int | None]] = {
-        _EMBEDDING: ("model.embed_tokens.weight", (shapes.vocab_size, dim), shapes.embedding_dim),
-        _NORM: ("model.norm.weight", (dim,), None),
-        _HEAD: ("lm_head.weight", (shapes.vocab_size, dim), 0),
+class _Expected(NamedTuple):
+    """Transformers' name of a tensor, its shape in one rank, the dimension that ranks cut, heads if it is rotated."""
+
+    name: str
+    shape: tuple[int, ...]
+    cut: int | None
+    heads: int | None = None
+
+
+def _expected_tensors(params: MetaParams, shapes: Shapes, ranks: int) -> dict[str, _Expected]:
+    """Meta's name -> what it is."""
+    sizes = {"dim": params.dim, "rows": shapes.intermediate, "keys": params.n_kv_heads * params.head_dim}
+    heads = {"attention.wq": params.n_heads, "attention.wk": params.n_kv_heads}
+    whole = {
+        _EMBEDDING: _Expected("model.embed_tokens.weight", (shapes.vocab_size, params.dim), shapes.embedding_dim),
+        _NORM: _Expected("model.norm.weight", (params.dim,), None),
+        _HEAD: _Expected("lm_head.weight", (shapes.vocab_size, params.dim), 0),
     }
     for layer in range(params.n_layers):
-        for module, (new_name, cut) in _IN_LAYER.items():
-            name = f"layers.{layer}.{module}.weight"
-            whole[name] = f"model.layers.{layer}.{new_name}.weight", in_layer.get(module, (dim,)), cut
+        for module, (name, axes, cut) in _IN_LAYER.items():
+            shape = tuple(sizes[axis] for axis in axes)
+            new_name = f"model.layers.{layer}.{name}.weight"
+            whole[f"layers.{layer}.{module}.weight"] = _Expected(new_name, shape, cut, heads.get(module))
     return {
-        name: (new_name, tuple(size // ranks if axis == cut else size for axis, size in enumerate(shape)), cut)
-        for name, (new_name, shape, cut) in whole.items()
+        name: tensor._replace(
+            shape=tuple(size // ranks if axis == tensor.cut else size for axis, size in enumerate(tensor.shape))
+        )
+        for name, tensor in whole.items()
     }
 
 
@@ -426,12 +416,12 @@ def config_of(params: MetaParams, shapes: Shapes, vocabulary: LlamaVocabulary | 
         "dtype": DTYPES[shapes.dtype].torch_name,
         **token_ids(llama_3, shapes, vocabulary),
     }
-    if params.scaled_rope:
+    if params.use_scaled_rope:
         config["rope_scaling"] = {
             "rope_type": "llama3",
-            "factor": params.rope_factor or (32.0 if params.dim <= 3072 else 8.0),
+            "factor": params.rope_scaling_factor or (32.0 if params.dim <= 3072 else 8.0),
             "low_freq_factor": 1.0,
-            "high_freq_factor": params.rope_high_freq or 4.0,
+            "high_freq_factor": params.rope_high_freq_factor or 4.0,
             "original_max_position_embeddings": 8192,
         }
     return config
@@ -441,7 +431,7 @@ def is_llama_3(params: MetaParams, shapes: Shapes, vocabulary: LlamaVocabulary |
     """Whether the model is Llama 3 or later, by its tokenizer, or else by the size of its vocabulary."""
     if vocabulary is not None:
         return vocabulary.llama_3
-    return params.scaled_rope or shapes.vocab_size >= LLAMA_3_VOCABULARY
+    return params.use_scaled_rope or shapes.vocab_size >= LLAMA_3_VOCABULARY
 
 
 def token_ids(llama_3: bool, shapes: Shapes, vocabulary: LlamaVocabulary | None) -> dict[str, Any]:
@@ -463,7 +453,7 @@ def context_length(params: MetaParams, shapes: Shapes, vocabulary: LlamaVocabula
     1 was published in float16 with norm_eps 1e-6, without grouped heads or a multiplier for its feed-forward layers;
     Llama 2 differs in one of these. It limits no computation: transformers only warns beyond it.
     """
-    if params.scaled_rope:
+    if params.use_scaled_rope:
         return 131_072
     if is_llama_3(params, shapes, vocabulary):
         return 8192

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,6 +78,8 @@ def derive_tokenizer(path: Path, later: bool, max_length: int) -> tuple[LlamaVoc
 
 
 def _from_ranks(tokens: Sequence[bytes], later: bool, max_length: int) -> tuple[LlamaVocabulary, dict[str, bytes]]:
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
     letters = byte_letters()
     texts = ["".join(map(letters.__getitem__, token)) for token in tokens]
     ids = {text: rank for rank, text in enumerate(texts)}
@@ -89,21 +92,17 @@ def _from_ranks(tokens: Sequence[bytes], later: bool, max_length: int) -> tuple[
         )
     bos, end = specials[:2]
     stops = [index for index, name in enumerate(specials) if name in (end, "<|eom_id|>", "<|eot_id|>")]
-    parts = {
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": _CUT}, "behavior": "Isolated", "invert": False},
-                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-            ],
-        },
-        "post_processor": _begin_with_token(bos, first),
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-    }
-    added = [_added_token(first + index, name, special=True) for index, name in enumerate(specials)]
-    bpe = {"ignore_merges": True, "vocab": ids, "merges": list(_pairs(texts, ids))}
+    tokenizer = Tokenizer(models.BPE(ids, list(_pairs(texts, ids)), ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_CUT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken(name, normalized=False, special=True) for name in specials])
     vocabulary = LlamaVocabulary(True, first + _SPECIALS, first, tuple(first + stop for stop in stops))
-    return vocabulary, _tokenizer_files(added, parts, bpe, {"bos_token": bos, "eos_token": end}, max_length)
+    return vocabulary, _tokenizer_files(tokenizer, {"bos_token": bos, "eos_token": end}, max_length)
 
 
 def special_tokens(later: bool) -> tuple[str, ...]:
@@ -121,6 +120,8 @@ def byte_letters() -> list[str]:
 
 
 def _from_pieces(model: SentencePieceModel, file: str, max_length: int) -> tuple[LlamaVocabulary, dict[str, bytes]]:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
     _check_like_llama(model, file)
     texts = [piece.text for piece in model.pieces]
     ids = {text: piece for piece, text in enumerate(texts)}
@@ -128,7 +129,7 @@ def _from_pieces(model: SentencePieceModel, file: str, max_length: int) -> tuple
         raise _unlike_llama_error(file, "a text is both an ordinary and a special piece")
     special = model.special_ids()
     added = [
-        _added_token(piece.id, piece.text, special=piece.type is not PieceType.USER_DEFINED)
+        AddedToken(piece.text, normalized=False, special=piece.type is not PieceType.USER_DEFINED)
         for piece in model.pieces
         if piece.type in (PieceType.UNKNOWN, PieceType.CONTROL, PieceType.USER_DEFINED)
     ]
@@ -136,30 +137,16 @@ def _from_pieces(model: SentencePieceModel, file: str, max_length: int) -> tuple
     merged = {piece.text: piece.id for piece in ordinary}
     check_pair_bytes(merged, file)
     order = [piece.text for piece in sorted(ordinary, key=lambda piece: (-piece.score, piece.id))]
-    parts = {
-        "normalizer": {
-            "type": "Sequence",
-            "normalizers": [
-                {"type": "Prepend", "prepend": _SPACE},
-                {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
-            ],
-        },
-        "post_processor": _begin_with_token(texts[special.bos], special.bos),
-        "decoder": {
-            "type": "Sequence",
-            "decoders": [
-                {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
-                {"type": "ByteFallback"},
-                {"type": "Fuse"},
-                {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-            ],
-        },
-    }
     unknown, pairs = texts[special.unk], list(_pairs(order, merged))
-    bpe = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True, "vocab": ids, "merges": pairs}
+    tokenizer = Tokenizer(models.BPE(ids, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_tokens(added)
     vocabulary = LlamaVocabulary(False, len(texts), special.bos, (special.eos,))
     names = {"bos_token": texts[special.bos], "eos_token": texts[special.eos], "unk_token": unknown}
-    return vocabulary, _tokenizer_files(added, parts, bpe, names, max_length)
+    return vocabulary, _tokenizer_files(tokenizer, names, max_length)
 
 
 def _check_like_llama(model: SentencePieceModel, file: str) -> None:
@@ -211,47 +198,24 @@ def _pairs(order: Sequence[str], ids: Mapping[str, int]) -> Iterator[tuple[str, 
             yield left, right
 
 
-def _tokenizer_files(
-    added: list[dict[str, Any]],
-    parts: Mapping[str, Any],
-    bpe: Mapping[str, Any],
-    names: Mapping[str, str],
-    max_length: int,
-) -> dict[str, bytes]:
+def _tokenizer_files(tokenizer: Any, names: Mapping[str, str], max_length: int) -> dict[str, bytes]:
     """tokenizer.json and tokenizer_config.json: name -> content.
 
     Args:
-        added: entries of `_added_token`.
-        parts: the tokenizer's normaliser, pre-tokenizer, post-processor and decoder; it has no others.
-        bpe: options of byte pair encoding that are not usual, its vocabulary and its pairs.
+        tokenizer: a `tokenizers.Tokenizer`, without the post-processor that puts the first special token.
         names: of the special tokens.
         max_length: context length of the model.
     """
-    frame = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
-    without = dict.fromkeys(("normalizer", "pre_tokenizer"))
-    usual = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-    }
+    begin = names["bos_token"]
+    content = json.loads(tokenizer.to_str())
+    content["post_processor"] = _begin_with_token(begin, tokenizer.token_to_id(begin))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **names,
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
     }
-    content = {**frame, **without, **parts, "model": {**usual, **bpe}}
     return {"tokenizer.json": as_json(content), "tokenizer_config.json": as_json(config)}
-
-
-def _added_token(token_id: int, text: str, *, special: bool) -> dict[str, Any]:
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": token_id, "content": text, **flags, "special": special}
 
 
 def _begin_with_token(text: str, token_id: int) -> dict[str, Any]:
@@ -360,7 +324,7 @@ class MetaCheckpoint:
         files: dict[str, bytes] = {}
         if vocabulary is not None and not set(TOKENIZER_NAMES) & present:
             max_length = context_length(self.params, shapes, None)
-            known_vocabulary, files = derive_tokenizer(vocabulary, self.params.scaled_rope, max_length)
+            known_vocabulary, files = derive_tokenizer(vocabulary, self.params.use_scaled_rope, max_length)
             if known_vocabulary.size > shapes.vocab_size:
                 raise InvalidIndexError(
                     f"{VOCABULARY_NAME} has {known_vocabulary.size:,} tokens, the weights have {shapes.vocab_size:,}.",
