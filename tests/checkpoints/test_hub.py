@@ -559,7 +559,7 @@ def test_streamed_split_has_equal_bytes(
 ) -> None:
     staged: list[Path] = []
     expected = layer_files(split(write_shards(tmp_path / "local", cut(llama_tensors(), 3)), compression=compression))
-    with observe_steps(lambda step: staged.extend([step.path] if ".staging" in str(step.path) else [])):
+    with observe_steps(lambda step: staged.extend([step.path] if ".staging/" in str(step.path) else [])):
         result = split(REPO, compression=compression, shard_transfer="stream")
     assert layer_files(result) == expected
     assert staged == []
@@ -590,7 +590,7 @@ def test_streamed_tensors_at_odd_offsets(tmp_path: Path, local_hub: LocalHub, hu
 def test_budget_below_one_shard_selects_streaming(local_hub: LocalHub, shards: list[str], tmp_path: Path) -> None:
     call = Call(REPO, compression="4bit")
     budget = uses_of(call)[ShardTransfer.FILE].created - 1
-    with observe_steps(lambda step: staged.append(step.path) if ".staging" in str(step.path) else None):
+    with observe_steps(lambda step: staged.append(step.path) if ".staging/" in str(step.path) else None):
         staged: list[Path] = []
         result = split(REPO, compression="4bit", max_disk=budget)
     assert staged == []

@@ -400,7 +400,7 @@ def test_plain_tensors_are_streamed(
     files = plain_torch_files(cut(tensors, 3) if shards > 1 else {SINGLE_NAME: tensors})
     served = write_torch(tmp_path / "hub" / REPO, files, index=shards > 1, legacy=legacy)
     staged: list[Path] = []
-    with observe_steps(lambda step: staged.extend([step.path] if ".staging" in str(step.path) else [])):
+    with observe_steps(lambda step: staged.extend([step.path] if ".staging/" in str(step.path) else [])):
         folder = split(REPO, compression=compression, shard_transfer=transfer)
     assert layer_files(folder) == expected[compression]
     assert bool(staged) == (transfer == "file")
@@ -415,7 +415,7 @@ def test_budget_below_one_shard_streams(
     write_plain(tmp_path / "hub" / REPO, tensors)
     call = Call(REPO, compression="4bit")
     staged: list[Path] = []
-    with observe_steps(lambda step: staged.extend([step.path] if ".staging" in str(step.path) else [])):
+    with observe_steps(lambda step: staged.extend([step.path] if ".staging/" in str(step.path) else [])):
         folder = split(REPO, compression="4bit", max_disk=uses_of(call)[ShardTransfer.STREAM].created)
     assert staged == []
     assert layer_files(folder) == expected["4bit"]
