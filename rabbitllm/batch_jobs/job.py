@@ -114,7 +114,7 @@ def work(batch: BatchJob) -> Progress:
         for name in [name for name, value in defaults.items() if value is None and name not in recorded]:
             del defaults[name]  # earlier versions lack it
         head = {"input": scan.digest, "lines": len(scan), "model": batch.name, **batch.settings, **defaults}
-        head["exact"] = batch.limits.exact or None
+        head |= {"exact": True} if batch.limits.exact else {}
         if not batch.overwrite and (errors := errors_of_finished(batch.out, head)) is not None:
             clear_lock(batch.out)
             return Progress(len(scan), len(scan), errors, len(scan), 0, 0, 0.0)
