@@ -21,7 +21,9 @@ from rich.console import Console
 from rich.text import Text
 
 from rabbitllm.auto_model import LoadRequest, load_with_draft
+from rabbitllm.base.plain_json import fields_of
 from rabbitllm.base.terminal import counted, harmless, put, put_fact, size
+from rabbitllm.engine.free_memory import status_bytes
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.draft import Draft, use_draft
 from rabbitllm.generation.request import Sampling
@@ -47,18 +49,13 @@ if TYPE_CHECKING:
 
 def peak_memory() -> int | None:
     """Return the peak resident bytes, pages of mapped files included; None if the system does not report it."""
-    try:
-        # not getrusage: on Linux its value includes the memory of the parent before this program was started
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+    # before getrusage: on Linux its value includes the memory of the parent before this program was started
+    if peak := status_bytes(Path("/"), "VmHWM"):
+        return peak
     if sys.platform == "win32":
         import psutil
 
-        peak: int = psutil.Process().memory_info().peak_wset
-        return peak
+        return int(psutil.Process().memory_info().peak_wset)
     import resource
 
     max_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -246,15 +243,11 @@ def _turn(model: StreamedModel, prompt: torch.Tensor, tokens: int) -> TurnTimes:
 
 def as_record(measured: Measured) -> dict[str, Any]:
     """Convert a measurement; see the module."""
-    request, further = measured.request, measured.sums[FURTHER]
+    further = measured.sums[FURTHER]
     return {
         "model": measured.name,
-        "device": measured.device,
-        "dtype": measured.dtype,
-        "compression": measured.compression,
-        "tokens": request.tokens,
-        "prompt_tokens": request.prompt_tokens,
-        "batch": request.batch,
+        **fields_of(measured, "device", "dtype", "compression"),
+        **fields_of(measured.request, "tokens", "prompt_tokens", "batch"),
         "load_seconds": measured.load,
         "first_after_load_seconds": measured.first_after_load,
         "first_token_seconds": measured.first,
@@ -266,8 +259,7 @@ def as_record(measured: Measured) -> dict[str, Any]:
             "copied": measured.per_token(further.copied_bytes),
             "in_place": measured.in_place_per_token,
         },
-        "overlap": further.overlap,
-        "bottleneck": further.bottleneck,
+        **fields_of(further, "overlap", "bottleneck"),
         "peak_memory_bytes": measured.peak,
         "placement": [
             {"device": entry.device, "tier": entry.tier, "units": entry.units, "bytes": entry.stored_bytes}

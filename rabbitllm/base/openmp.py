@@ -60,18 +60,11 @@ class Team:
         from rabbitllm.base import parts
         from rabbitllm.base.compiling import address_of
 
-        own = ctypes.CDLL(None)
-        own.aligned_alloc.restype, own.aligned_alloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t] * 2
-        address = int(own.aligned_alloc(64, 8 * parts.WORDS))  # never freed: a helper may outlive what Python frees
-        words = (ctypes.c_int64 * parts.WORDS).from_address(address)
-        ctypes.memset(address, 0, 8 * parts.WORDS)
-        words[parts.OWN], words[parts.RUN], words[parts.CLAIM] = (
-            address,
-            *map(address_of, (parts.run_parts, parts.claim_parts)),
-        )
-        words[parts.PARALLEL], words[parts.SYSCALL] = (
-            ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (self.library.GOMP_parallel, own.syscall)
-        )
+        address, words = unfreed_words(parts.WORDS)
+        words[parts.OWN] = address
+        words[parts.RUN], words[parts.CLAIM] = map(address_of, (parts.run_parts, parts.claim_parts))
+        functions = self.library.GOMP_parallel, ctypes.CDLL(None).syscall
+        words[parts.PARALLEL], words[parts.SYSCALL] = map(c_address, functions)
         words[parts.EACH] = PARTS
         atexit.register(self.end_helpers)
         in_child(self._reset)
@@ -134,6 +127,20 @@ class Team:
         self._helpers, words = [], self.words
         words[parts.HELPED] = words[parts.OWNER] = 0
         words[parts.CLAIMS] = words[parts.CLAIMS] >> 32 << 32  # what a caller in the parent left is not computed here
+
+
+def unfreed_words(count: int) -> tuple[int, Any]:
+    """The address of int64s that are 0, and these. They are never freed: a thread may outlive what Python frees."""
+    library = ctypes.CDLL(None)
+    library.aligned_alloc.restype, library.aligned_alloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t] * 2
+    address = int(library.aligned_alloc(64, 8 * count))
+    ctypes.memset(address, 0, 8 * count)
+    return address, (ctypes.c_int64 * count).from_address(address)
+
+
+def c_address(function: Any) -> int:
+    """The address of a function of a C library."""
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 @functools.cache

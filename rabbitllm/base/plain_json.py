@@ -1,4 +1,4 @@
-"""Converts values to those that `json.dumps` accepts: paths to strings, enums to their values."""
+"""Makes values that `json.dumps` accepts: of records some fields, of paths strings, of enums their values."""
 
 from __future__ import annotations
 
@@ -25,3 +25,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
     return str(value) if isinstance(value, Path) else value
+
+
+def fields_of(record: object, *names: str) -> dict[str, Any]:
+    """Return attributes of a record under their own names."""
+    return {name: getattr(record, name) for name in names}

@@ -27,8 +27,8 @@ _EXPECTED = {
 """Type of an error of pydantic -> what was expected."""
 
 
-def _in_short(value: Any) -> Any:
-    """2.0 as 2."""
+def whole(value: Any) -> Any:
+    """Return 2.0 as 2: some clients know one kind of number."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -43,7 +43,7 @@ def problem_of(errors: Iterable[Mapping[str, Any]]) -> str:
     others: dict[str, None] = {}
     actual = ""
     for error in errors:
-        context = {name: _in_short(value) for name, value in error.get("ctx", {}).items()}
+        context = {name: whole(value) for name, value in error.get("ctx", {}).items()}
         if error["type"] in _EXPECTED:
             expected[_EXPECTED[error["type"]].format(**context)] = None
         elif error["type"] == "missing":

@@ -263,13 +263,7 @@ class _Whole:
         asked = self._asked(deciding, arrays, left)
         first, *others = [[each.data_ptr() for each in of_group] for of_group in of_groups]
         addresses = [x.data_ptr(), *first, heads, out.data_ptr(), normed.data_ptr(), left.buffer_info()[0]]
-        addresses += [
-            *itertools.chain(*others),
-            *routers,
-            *self._addresses,
-            *of_rooms,
-            *of_rules,
-        ]
+        addresses += [*itertools.chain(*others), *routers, *self._addresses, *of_rooms, *of_rules]
         program = self._programs.of(self._add, len(addresses), rows, dtype=form.dtype)
         program(*addresses, asked=asked)
         while (number := left[0]) < 0:  # a mixture is left to its class

@@ -80,7 +80,7 @@ def available_ram() -> int:
 def reclaimable_bytes() -> int:
     """Half of this process's mapped files in memory, if a control group counts them: the system takes them before it
     ends a process, and reads them again. `available_ram` counts them as used."""
-    return _status_bytes(Path("/"), "RssFile") // 2 if group_limits() else 0
+    return status_bytes(Path("/"), "RssFile") // 2 if group_limits() else 0
 
 
 def process_limits(root: Path = Path("/")) -> list[ProcessLimit]:
@@ -96,7 +96,7 @@ def process_limits(root: Path = Path("/")) -> list[ProcessLimit]:
     for name, field in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")):
         limit = resource.getrlimit(getattr(resource, name))[0]
         if limit != resource.RLIM_INFINITY:
-            limits.append(ProcessLimit(name, limit, max(limit - _status_bytes(root, field), 0)))
+            limits.append(ProcessLimit(name, limit, max(limit - status_bytes(root, field), 0)))
     return limits
 
 
@@ -124,7 +124,7 @@ def group_limits(root: Path = Path("/"), mapped: int = 0) -> list[GroupLimit]:
     from the disk again and again. Mapped files that are charged to another group do not count. Formats: cgroups(7), the
     kernel's admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst. `mapped` bytes of files will be in memory at least.
     """
-    in_memory = _status_bytes(root, "RssFile")  # files of this process that are mapped and in memory
+    in_memory = status_bytes(root, "RssFile")  # files of this process that are mapped and in memory
     groups = []
     for folder, limit_name, kinds in _groups(root):
         try:
@@ -173,18 +173,22 @@ def _upwards(path: str) -> Iterator[PurePosixPath]:
 
 def swap_bytes(root: Path = Path("/")) -> int:
     """Bytes of swap that are free: memory beyond a group's limit may go there. 0 if the system does not say."""
-    return _status_bytes(root, "SwapFree", "proc/meminfo")
+    return status_bytes(root, "SwapFree", "proc/meminfo")
 
 
-def _status_bytes(root: Path, field: str, file: str = "proc/self/status") -> int:
+def status_bytes(root: Path, field: str, file: str = "proc/self/status") -> int:
     """A size in bytes, by default of this process (proc_pid_status(5)); 0 if it is not there."""
+    kibibytes = proc_fields(root / file).get(field, "").partition(" ")[0]
+    return int(kibibytes) << 10 if kibibytes.isdigit() else 0
+
+
+def proc_fields(file: Path) -> dict[str, str]:
+    """The fields of a file of /proc with `name: value` lines; of a name that is repeated the first one."""
     try:
-        for line in (root / file).read_text().splitlines():
-            if line.startswith(f"{field}:"):
-                return int(line.split()[1]) << 10
-    except (OSError, ValueError):
-        pass
-    return 0
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, sign, value in (line.partition(":") for line in lines[::-1]) if sign}
 
 
 def has_nvidia_driver() -> bool:

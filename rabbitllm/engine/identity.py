@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rabbitllm.base.transformers_version import version_of
+from rabbitllm.engine.free_memory import proc_fields
 from rabbitllm.engine.transformers_api import attention_of, has_adapter
 from rabbitllm.version import __version__
 
@@ -79,9 +80,6 @@ def _source_of(module: str) -> str:
 
 def _features() -> str:
     """The processor's features (Linux), else its name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor()
-    features = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
-    return " ".join(sorted(next(features, "").split()))
+    fields = proc_fields(Path("/proc/cpuinfo"))
+    features = fields.get("flags") or fields.get("Features", "")
+    return " ".join(sorted(features.split())) if fields else platform.processor()

@@ -266,12 +266,12 @@ def _convert_by_split(name: str, access: HubAccess, folder: Path, options: Split
         before = not work.exists()
     else:
         for begun_dtype, own_work in works.items():
-            if begun_dtype != dtype and _begun(own_work / directory_name(None)) is not None:
+            if begun_dtype != dtype and journal.source_of(own_work / directory_name(None)) is not None:
                 _require_dtype(dtype, begun_dtype, folder)
         if not work.exists():
             _require_empty(folder)
         split_folder, source = work / directory_name(None), input_of(name, access, work)
-        is_ready, begun = (work / _READY_NAME).exists(), _begun(split_folder)
+        is_ready, begun = (work / _READY_NAME).exists(), journal.source_of(split_folder)
         if not is_ready:
             if begun is not None:  # before any shard of another checkpoint can be deleted
                 require_same(begun, source, folder)
@@ -332,14 +332,6 @@ def _require_empty(folder: Path) -> None:
             f"{folder} is not empty: it holds {len(names)} items, such as {names[0]!r}. Nothing was changed.",
             _EMPTY_FOLDER,
         )
-
-
-def _begun(split_folder: Path) -> SourceIdentity | None:
-    """The source of the split in the work folder, finished or not; None if there is none."""
-    if (manifest := read_manifest(split_folder)) is not None:
-        return manifest.source
-    earlier = journal.replay(split_folder)
-    return earlier.plan.source if earlier is not None else None
 
 
 def _clear(work: Path) -> None:

@@ -73,6 +73,7 @@ class _Listing(Generic[T]):
         name_of: the text of one that `--name` is matched against.
         columns, row_of: for the table.
         record_of: for JSON.
+        collect: makes the JSON of the chosen ones' records.
     """
 
     noun: str
@@ -81,11 +82,12 @@ class _Listing(Generic[T]):
     columns: Sequence[Column]
     row_of: Callable[[T], Sequence[str]]
     record_of: Callable[[T], Any]
+    collect: Callable[[Iterable[Any]], Any] = list
 
     def record(self, key: str, choice: RowChoice) -> dict[str, Any]:
         """The chosen rows under a key, and the number of those left out after them."""
         shown, _, remaining = choice.of(self.items, self.name_of)
-        return {key: [self.record_of(item) for item in shown], "more": remaining}
+        return {key: self.collect(map(self.record_of, shown)), "more": remaining}
 
     def show(self, choice: RowChoice, console: Console) -> None:
         """Print a table, and a line below it about the rows that it leaves out."""
@@ -147,6 +149,7 @@ def _pairs(pairs: Mapping[str, Any], key: str, value: str) -> _Listing[tuple[str
         [Column(key), Column(value)],
         lambda pair: (harmless(pair[0]), harmless(_compact_json(pair[1]), VALUE)),
         lambda pair: pair,
+        dict,
     )
 
 
@@ -159,6 +162,19 @@ def _opcodes(pickle: Pickle) -> _Listing[ListedOpcode]:
         lambda o: (f"{o.position:,}", "  " * min(o.depth, DEEPEST) + o.name, harmless(o.argument, VALUE)),
         lambda o: {"byte": o.position, "opcode": o.name, "argument": o.argument},
     )
+
+
+def _listings(content: Content | None) -> Iterator[tuple[str, _Listing[Any]]]:
+    """The rows of what is not a file's pickles, with their name in JSON."""
+    match content:
+        case Tensors():
+            yield "tensors", _tensors(content)
+        case SentencePieceModel():
+            yield "pieces", _pieces(content)
+        case dict():
+            yield "entries", _pairs(content, "key", "value")
+        case ShardMap(weight_map, _):
+            yield "weight_map", _pairs(weight_map, "name", "file")
 
 
 def as_record(result: Inspection, choice: RowChoice) -> dict[str, Any]:
@@ -174,18 +190,14 @@ def as_record(result: Inspection, choice: RowChoice) -> dict[str, Any]:
             record |= {"metadata": dict(content.metadata), "left_out": list(content.left_out)}
             if content.left_tensors:
                 record["left_out_bytes"] = {group.name: group.nbytes for group in content.left_tensors}
-            record |= _tensors(content).record("tensors", choice)
         case SentencePieceModel() as model:
-            record |= _vocabulary_record(model) | _pieces(model).record("pieces", choice)
-        case dict() as entries:
-            record |= _pairs(entries, "key", "value").record("entries", choice)
-            record["entries"] = dict(record["entries"])
+            record |= _vocabulary_record(model)
         case ShardMap(weight_map, metadata):
             record |= {"metadata": dict(metadata), "shards": dict(Counter(weight_map.values()))}
-            record |= _pairs(weight_map, "name", "file").record("weight_map", choice)
-            record["weight_map"] = dict(record["weight_map"])
         case tuple() as pickles:
             record["pickles"] = [_pickle_record(pickle, choice) for pickle in pickles]
+    for key, listing in _listings(result.content):
+        record |= listing.record(key, choice)
     if result.refusal is not None:
         error = type(result.refusal).__name__
         record["refused"] = {"error": error, "problem": result.refusal.problem, "remedy": result.refusal.remedy}
@@ -346,22 +358,15 @@ def _compact_json(value: object) -> str:
 
 
 def _show_content(content: Content, choice: RowChoice, console: Console) -> None:
-    match content:
-        case Tensors():
-            _tensors(content).show(choice, console)
-        case SentencePieceModel() as model:
-            _pieces(model).show(choice, console)
-        case dict() as entries:
-            _pairs(entries, "key", "value").show(choice, console)
-        case ShardMap(weight_map, _):
-            _pairs(weight_map, "name", "file").show(choice, console)
-        case tuple() as pickles:
-            for index, pickle in enumerate(pickles):
-                if len(pickles) > 1:
-                    put(console, Text(("\n" if index else "") + harmless(pickle.name), "bold"))
-                _opcodes(pickle).show(choice, console)
-                if pickle.stopped is not None:
-                    put(console, Text(harmless(pickle.stopped, 1000), "red"))
+    for _, listing in _listings(content):
+        listing.show(choice, console)
+    pickles = content if isinstance(content, tuple) else ()
+    for index, pickle in enumerate(pickles):
+        if len(pickles) > 1:
+            put(console, Text(("\n" if index else "") + harmless(pickle.name), "bold"))
+        _opcodes(pickle).show(choice, console)
+        if pickle.stopped is not None:
+            put(console, Text(harmless(pickle.stopped, 1000), "red"))
 
 
 def score(value: float) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm.base.options import expand
+from rabbitllm.base.plain_json import fields_of
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.hub import HubAccess, cached_snapshot
 from rabbitllm.checkpoints.hub_cache import snapshot_of
@@ -142,16 +143,9 @@ def as_record(entry: SplitEntry) -> dict[str, Any]:
         "folder": str(entry.folder),
         "state": entry.state,
         "source": source,
-        "commit": entry.commit,
-        "compression": entry.compression,
-        "gguf": entry.gguf,
+        **fields_of(entry, "commit", "compression", "gguf"),
         "bytes": entry.nbytes,
-        "layers": entry.layers,
-        "layers_of": entry.layers_of,
-        "shards": entry.shards,
-        "shards_used": entry.shards_used,
-        "changed_at": entry.changed_at,
-        "problem": entry.problem,
+        **fields_of(entry, "layers", "layers_of", "shards", "shards_used", "changed_at", "problem"),
         "rabbitllm_1": entry.legacy,
     }
 

@@ -519,21 +519,13 @@ def _same_weights(target: Path, repository: HubRepository, compression: str | No
     if entry is not None:
         others += locations.of_any_name(target, compression)
     for folder in filter(is_begun, others):
-        earlier, manifest = _replay(folder), read_manifest(folder)  # in this order: the manifest replaces the journal
-        made_from = manifest.source if manifest is not None else earlier.plan.source if earlier is not None else None
+        made_from = journal.source_of(folder)
         if made_from is None or entry not in (None, *made_from.fingerprints):
             continue
         if not made_from.differs_from(repository.identity_against(made_from)):
             logger.info("Commit %s has the weights of the split in %s.", repository.commit, folder)
             return folder
     return target
-
-
-def _replay(folder: Path) -> journal.Replay | None:
-    try:
-        return journal.replay(folder)
-    except FileNotFoundError:  # another process has just finished that split
-        return None
 
 
 def _fetched_config(repository: HubRepository) -> Path:

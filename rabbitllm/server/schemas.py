@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from rabbitllm.base.terminal import harmless
-from rabbitllm.base.validation import problem_of
+from rabbitllm.base.validation import problem_of, whole
 from rabbitllm.generation.request import MAX_CHOICES, PENALTIES, SEEDS, Sampling, biases_of
 from rabbitllm.server.api_error import bad, unsupported
 
@@ -32,19 +32,14 @@ NO_LIMIT = -1
 """`max_tokens` of clients that want an answer as long as the server gives."""
 
 
-def _whole(value: Any) -> Any:
-    """2.0 as 2: some clients know one kind of number."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 def _count(value: int) -> int:
     if value < 0 and value != NO_LIMIT:
         raise ValueError(f"expected at least 0, or {NO_LIMIT} for no limit")
     return value
 
 
-Whole = Annotated[int, BeforeValidator(_whole)]
-Count = Annotated[int, BeforeValidator(_whole), AfterValidator(_count)]
+Whole = Annotated[int, BeforeValidator(whole)]
+Count = Annotated[int, BeforeValidator(whole), AfterValidator(_count)]
 Token = Annotated[int, Field(ge=0)]
 # a list fails at its first wrong item: to name half a million of them would keep the server busy for a minute
 Tokens = Annotated[list[Token], Field(fail_fast=True)]

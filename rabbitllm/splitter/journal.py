@@ -101,6 +101,20 @@ def begin(
     durable.write_whole(folder / JOURNAL_NAME, (line + "\n").encode(), new=new)
 
 
+def source_of(folder: Path) -> SourceIdentity | None:
+    """The source of the split in a folder, finished or not; None if there is none.
+
+    Raises:
+        IncompleteSplitError: its manifest or journal is damaged.
+    """
+    if (finished := manifest.read_manifest(folder)) is None:
+        with contextlib.suppress(FileNotFoundError):  # another process has just finished it
+            if (earlier := replay(folder)) is not None:
+                return earlier.plan.source
+        finished = manifest.read_manifest(folder)
+    return finished.source if finished is not None else None
+
+
 @uncollected()
 def replay(folder: Path) -> Replay | None:
     """Read the journal of an unfinished split; None if there is none.

@@ -156,9 +156,9 @@ def require_room(
         )
 
 
-def folder_at(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Folder:
+def folder_at(path: Path) -> Folder:
     """Return the properties of one folder."""
-    return folder_of((), path.expanduser().absolute(), file_systems(mounts), host_of(os.environ))
+    return folder_of((), path.expanduser().absolute(), file_systems(), host_of(os.environ))
 
 
 def folder_of(uses: tuple[str, ...], path: Path, kinds: Mapping[Path, str], host: Host | None) -> Folder:
@@ -173,21 +173,14 @@ def folder_of(uses: tuple[str, ...], path: Path, kinds: Mapping[Path, str], host
     return Folder(uses, path, writable, file_system, location.stat().st_dev, usage.total, usage.free, quota)
 
 
-def file_systems(mounts: Path) -> dict[Path, str]:
-    """Return mount point -> type of its file system (proc(5): /proc/pid/mountinfo); the last mounted is on top."""
+def file_systems() -> dict[Path, str]:
+    """Return mount point -> type of its file system; the last mounted is on top."""
+    import psutil
+
     try:
-        lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        return {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
     except OSError:
         return {}
-    by_mount_point = {}
-    for line in lines:
-        about, dash, file_system = line.partition(" - ")
-        words = about.split()
-        if dash and len(words) > 4 and file_system:
-            # spaces and other special characters are in octal there
-            point = words[4].replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\")
-            by_mount_point[Path(point)] = file_system.split()[0]
-    return by_mount_point
 
 
 STAT_BLOCK_BYTES = 512

@@ -85,20 +85,17 @@ class Readers:
 
     def __init__(self, count: int, name: str, kept: Any) -> None:
         from rabbitllm.base.compiling import address_of  # numba comes with it
+        from rabbitllm.base.openmp import c_address, unfreed_words
         from rabbitllm.base.parts import SPINS
         from rabbitllm.storage import _read_kernels as kernels
 
         scratches = [page_aligned(kernels.SCRATCH) for _ in range(count)]  # here, where there may be no room for it
-        library = ctypes.CDLL(None)
-        library.aligned_alloc.restype, library.aligned_alloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t] * 2
-        address = int(library.aligned_alloc(64, 8 * kernels.WORDS))  # never freed: a thread may outlive this
-        ctypes.memset(address, 0, 8 * kernels.WORDS)
+        library, (address, self._words) = ctypes.CDLL(None), unfreed_words(kernels.WORDS)
         self._address, self._count, self._kernels = address, count, kernels
-        self._words = (ctypes.c_int64 * kernels.WORDS).from_address(address)
         self._words[kernels.OWN] = address
         functions = library.pread, library.syscall, library.clock_gettime
         for index, function in zip((kernels.READ, kernels.SYSCALL, kernels.CLOCK), functions, strict=True):
-            self._words[index] = ctypes.cast(function, ctypes.c_void_p).value or 0
+            self._words[index] = c_address(function)
         numbers = [ctypes.c_int64] * 4
         self._send = ctypes.PYFUNCTYPE(None, *numbers)(address_of(kernels.send))  # it takes microseconds
         self._withdraw = ctypes.PYFUNCTYPE(None, ctypes.c_int64)(address_of(kernels.withdraw))

@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rabbitllm.base.plain_json import fields_of
 from rabbitllm.base.terminal import aligned, amount, speed
 from rabbitllm.telemetry.passes import (
     CALLER_STAGES,
@@ -127,24 +128,18 @@ def drafts_record(drafts: Drafts | None) -> dict[str, Any] | None:
     if drafts is None:
         return None
     return {
-        "passes": drafts.passes,
-        "tokens": drafts.tokens,
-        "tokens_per_pass": drafts.tokens_per_pass,
+        **fields_of(drafts, "passes", "tokens", "tokens_per_pass"),
         "right_by_depth": drafts.by_depth,
-        "seconds": drafts.seconds,
-        "share": drafts.share,
+        **fields_of(drafts, "seconds", "share"),
     }
 
 
 def totals_record(totals: Totals) -> dict[str, dict[str, float]]:
     return {
         stage: {
-            "seconds": total.seconds,
-            "busy_seconds": total.busy_seconds,
-            "count": total.count,
+            **fields_of(total, "seconds", "busy_seconds", "count"),
             "bytes": total.nbytes,
-            "cpu_seconds": total.cpu_seconds,
-            "threads": total.threads,
+            **fields_of(total, "cpu_seconds", "threads"),
         }
         for stage, total in totals.items()
     }
@@ -152,13 +147,10 @@ def totals_record(totals: Totals) -> dict[str, dict[str, float]]:
 
 def pass_record(step: Pass) -> dict[str, Any]:
     return {
-        "number": step.number,
-        "kind": step.kind,
+        **fields_of(step, "number", "kind"),
         "seconds": step.wall,
         "tokens_in": step.tokens,
-        "batch": step.entry.batch,
-        "length": step.entry.length,
-        "past": step.entry.past,
+        **fields_of(step.entry, "batch", "length", "past"),
         "tokens_made": step.made,
         **_measured(step),
     }
@@ -178,9 +170,6 @@ def sums_record(kind: str, total: PassSums, passes: Sequence[Pass]) -> dict[str,
 
 def _measured(measured: Pass | PassSums) -> dict[str, Any]:
     return {
-        "disk_bytes": measured.disk_bytes,
-        "copied_bytes": measured.copied_bytes,
-        "overlap": measured.overlap,
-        "bottleneck": measured.bottleneck,
+        **fields_of(measured, "disk_bytes", "copied_bytes", "overlap", "bottleneck"),
         "stages": totals_record(measured.stages),
     }

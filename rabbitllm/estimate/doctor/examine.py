@@ -25,7 +25,7 @@ from rabbitllm.base.forks import DaemonThread, fulfil
 from rabbitllm.base.grouping import grouped
 from rabbitllm.base.terminal import size, speed
 from rabbitllm.base.transformers_version import TESTED, newer_than_tested, version_of
-from rabbitllm.engine.free_memory import available_ram, group_limits, has_nvidia_driver, process_limits
+from rabbitllm.engine.free_memory import available_ram, group_limits, has_nvidia_driver, proc_fields, process_limits
 from rabbitllm.estimate import outline
 from rabbitllm.estimate.cost_model import Speed
 from rabbitllm.estimate.doctor.records import (
@@ -94,11 +94,7 @@ def probe_memory(root: Path = Path("/")) -> Memory:
 
 def probe_processor(root: Path = Path("/")) -> Processor:
     """Return the processor's name, cores and instructions."""
-    try:
-        lines = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    values = {name.strip(): value.strip() for name, sign, value in (line.partition(":") for line in lines) if sign}
+    values = proc_fields(root / "proc/cpuinfo")
     flags = set((values.get("flags") or values.get("Features") or "").split())
     instruction_flags = INSTRUCTIONS if "flags" in values else _ARM
     name = values.get("model name") or platform.processor() or platform.machine()
@@ -260,7 +256,7 @@ TEMPORARY = "temporary files"
 HERE = "this folder"
 
 
-def probe_folders(host: Host | None = None, mounts: Path = Path("/proc/self/mountinfo")) -> tuple[Folder, ...]:
+def probe_folders(host: Host | None = None) -> tuple[Folder, ...]:
     """Return the folders of weights, each path once; the one for layer files first."""
     from huggingface_hub import constants
 
@@ -272,7 +268,7 @@ def probe_folders(host: Host | None = None, mounts: Path = Path("/proc/self/moun
         *(("Kaggle", path) for path in (KAGGLE_TMP, KAGGLE_WORKING) if path.exists()),
     ]
     uses = grouped((path.expanduser().absolute(), use) for use, path in named)
-    kinds = file_systems(mounts)
+    kinds = file_systems()
     return tuple(folder_of(tuple(folder_uses), path, kinds, host) for path, folder_uses in uses.items())
 
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -17,7 +19,7 @@ from huggingface_hub import constants
 
 from rabbitllm.engine import transformers_api
 from rabbitllm.estimate.doctor import examine
-from rabbitllm.storage.folders import host_of
+from rabbitllm.storage.folders import folder_at, host_of
 from tests.support.fresh_process import python
 
 V2 = "sys/fs/cgroup"
@@ -120,17 +122,30 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RABBITLLM_HOME", str(home))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home))
     monkeypatch.setattr(examine, "KAGGLE_WORKING", working)
-    mounts = tmp_path / "mountinfo"
-    mounts.write_text(f"1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 0:5 / {working.resolve()} rw shared:1 - tmpfs none rw\n")
+    mounts = {"/": "ext4", str(working.resolve()): "tmpfs"}
+    partitions = [SimpleNamespace(mountpoint=point, fstype=file_system) for point, file_system in mounts.items()]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: partitions)
     kaggle = examine.Host("Kaggle", (), {str(working.resolve()): 7})
-    folders = examine.probe_folders(kaggle, mounts)
+    folders = examine.probe_folders(kaggle)
     assert folders[0].uses == (examine.SPLITS, examine.CACHE)
     assert (folders[0].path, folders[0].filesystem, folders[0].quota) == (home, "ext4", None)
     assert folders[0].disk == os.stat(tmp_path).st_dev
     assert 0 < folders[0].free <= folders[0].total
     folder_ = next(folder for folder in folders if folder.path == working)
     assert (folder_.in_memory, folder_.room) == (True, 7)
-    assert examine.probe_folders(None, tmp_path / "nothing")[0].filesystem is None
+
+
+def test_the_system_names_no_file_systems(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**arguments: Any) -> None:
+        raise FileNotFoundError("/proc/self/mounts")
+
+    monkeypatch.setattr(psutil, "disk_partitions", refuse)
+    assert {folder.filesystem for folder in examine.probe_folders()} == {None}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc and its type")
+def test_the_system_names_file_systems() -> None:
+    assert folder_at(Path("/proc/self")).filesystem == "proc"
 
 
 def test_a_file_instead_of_a_folder_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
