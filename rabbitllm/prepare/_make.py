@@ -316,7 +316,8 @@ def ensure_split(
     """
     folder = source.split_folder
     if source.finished:
-        with read_lock(folder):  # prevents a repair meanwhile
+        source_lock = lock_source(source, options) if options.shards.deletes_rest else FolderLock()
+        with read_lock(folder), source_lock:  # the first prevents a repair meanwhile
             if is_finished(folder) and not has_work_left(folder, options):
                 check_finished(source, options, accept)
                 return Profiler(enabled=options.profiling)

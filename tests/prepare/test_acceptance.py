@@ -317,8 +317,8 @@ def test_a_resumed_split_loads_the_tokenizer_of_now(checkpoint: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     tokenizer.add_tokens(["zebra"])
     tokenizer.save_pretrained(checkpoint)
-    model = AutoModel.from_pretrained(checkpoint, sequential_shard_processing=True, **LOAD)
-    assert model.tokenizer("zebra").input_ids == tokenizer("zebra").input_ids
+    model: Any = AutoModel.from_pretrained(checkpoint, sequential_shard_processing=True, **LOAD)
+    assert model.tokenizer.encode("zebra") == tokenizer.encode("zebra")
 
 
 def test_delete_original_checks_a_finished_split_first(checkpoint: Path) -> None:

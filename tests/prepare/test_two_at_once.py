@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import shutil
@@ -157,6 +158,22 @@ def test_a_split_that_would_delete_shards_in_use(folder: Path, tmp_path: Path) -
         assert (standard.make() / "split.json").exists()
         other.goes_on()
     call.make()
+    assert names_in(folder, "*-of-*.safetensors") == []
+
+
+def test_shards_in_use_are_kept_by_a_split_in_a_folder_that_cannot_be_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = Call(str(folder), str(tmp_path / "out"), sequential=False)
+    made = call.make()
+    allowed = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != made and allowed(path, mode))
+    deleting = dataclasses.replace(call, delete_original=True)
+    before = names_in(folder, "*-of-*.safetensors")
+    with prepare.lock_source(call.find(), SplitOptions()), pytest.raises(InUseError):
+        deleting.make()
+    assert names_in(folder, "*-of-*.safetensors") == before != []
+    deleting.make()
     assert names_in(folder, "*-of-*.safetensors") == []
 
 
