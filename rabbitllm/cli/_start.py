@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import sys
@@ -65,3 +66,12 @@ def shown(text: str) -> Iterator[None]:
         for stream, write in replaced.items():
             if stream.write is write:  # else the progress of a split has put its own in this place
                 del stream.write
+
+
+def kernels_told() -> contextlib.AbstractContextManager[None]:
+    """Say in one line that kernels are compiled for long; a terminal has spinners for that."""
+    if form_of(sys.stderr) is DisplayForm.TERMINAL:
+        return contextlib.nullcontext()
+    from rabbitllm.display.wait_status import compilation_told
+
+    return compilation_told(functools.partial(print, file=sys.stderr, flush=True))

@@ -32,7 +32,7 @@ from rabbitllm.cli._run import run_command
 from rabbitllm.cli._serve import name_and_model, serve_command
 from rabbitllm.cli._spelling import TypedRecord, typed_here
 from rabbitllm.cli._splits import ls_command, rm_command, show_command, verify_command
-from rabbitllm.cli._start import shown
+from rabbitllm.cli._start import kernels_told, shown
 from rabbitllm.cli._worker import worker_command
 from rabbitllm.cli.help import CommandInWords, GroupInWords
 from rabbitllm.engine.free_memory import group_limits, process_limits, swap_bytes
@@ -115,7 +115,7 @@ def _needs_torch(function: Callable[..., None]) -> Callable[..., None]:
                     f"takes {size(needed)} before any weights.",
                     "Raise the limit (container, `ulimit -v`), or end other processes in it.",
                 )
-        with contextlib.nullcontext() if kwargs.get("as_json") else shown(STARTING):
+        with contextlib.nullcontext() if kwargs.get("as_json") else shown(STARTING), kernels_told():
             from huggingface_hub.utils import disable_progress_bars
 
             disable_progress_bars()  # shards have our own bar, and other files are small

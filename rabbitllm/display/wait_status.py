@@ -1,9 +1,9 @@
-"""A spinner with words, which also says that kernels are compiled, once that takes long."""
+"""A spinner with words, which also says that kernels are compiled, once that takes long; and a line where none is."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.status import Status
@@ -44,3 +44,19 @@ def waiting(console: Console, text: str) -> Iterator[WaitStatus]:
     status = WaitStatus(console, text)
     with status.spinner, progress.listening(status.compilation.hear, shows=False):
         yield status
+
+
+@contextlib.contextmanager
+def compilation_told(say: Callable[[str], None]) -> Iterator[None]:
+    """Say once that kernels are compiled, when that takes long while the context is open and no display shows it."""
+    compilation = progress.Compilation()
+
+    def hear(event: progress.Event) -> None:
+        compilation.hear(event)
+        if compilation.is_long and not progress.is_shown() and not said:
+            said.append(True)
+            say(f"{progress.COMPILING} …")
+
+    said = list[bool]()
+    with progress.listening(hear, shows=False):
+        yield

@@ -270,6 +270,10 @@ class DetokenizeBody(_Strict):
     tokens: Tokens
 
 
+_ELSEWHERE = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
+"""Fields that a body for another path begins with."""
+
+
 def parsed(schema: type[_Parsed], body: Any) -> _Parsed:
     """A body as one of these schemas.
 
@@ -287,7 +291,9 @@ def parsed(schema: type[_Parsed], body: Any) -> _Parsed:
         where = max(within, key=_items)
         of_it = [detail for detail in details if _field(detail["loc"]) == where][:4]
         problem = problem_of({**detail, "input": _quoted(detail["input"])} for detail in of_it)
-        raise bad(f"{where or 'The body'}: {problem}.", first or None) from None
+        is_missing = details[0]["type"] == "missing" and len(details[0]["loc"]) == 1
+        paths = [f" {name}: a field of {path}." for name, path in _ELSEWHERE.items() if is_missing and name in body]
+        raise bad(f"{where or 'The body'}: {problem}.{''.join(paths)}", first or None) from None
     _refuse_unknown(checked, "")
     return checked
 

@@ -35,6 +35,7 @@ from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base.forks import DaemonThread
 from rabbitllm.base.interrupts import handling
 from rabbitllm.base.terminal import harmless, put, put_fact, size
+from rabbitllm.display.wait_status import compilation_told
 from rabbitllm.engine.free_memory import trimming
 from rabbitllm.generation.request import BatchStats, Limits
 from rabbitllm.server._app import create_app
@@ -272,7 +273,6 @@ def serve(models: Models, listening: socket.socket, grace: float | None, started
         See `Server.exit_code`.
     """
     server = Server(models, grace, started)
-
     listen(listening, BACKLOG)
 
     async def run() -> None:
@@ -282,7 +282,8 @@ def serve(models: Models, listening: socket.socket, grace: float | None, started
         finally:
             trimmer.cancel()
 
-    asyncio.run(run())
+    with compilation_told(logger.info):
+        asyncio.run(run())
     return server.exit_code
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rabbitllm.base import progress
 from rabbitllm.cli import _start
 from rabbitllm.cli.main import STARTING, app
 from tests.support.screen import TerminalStream, run_on_terminal
@@ -148,3 +149,17 @@ def test_only_imports_are_ended_at_once(tmp_path: Path, code: str, end: tuple[in
         program.send_signal(signal.SIGINT)
         out, errors = program.communicate(timeout=600)
     assert (program.returncode, out, errors) == end
+
+
+@pytest.mark.parametrize(
+    ("stream", "is_told"), [(io.StringIO, True), (TerminalStream, False)], ids=["pipe", "terminal"]
+)
+def test_a_pipe_is_told_of_a_long_compilation(
+    monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO], is_told: bool
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream())
+    monkeypatch.setattr(progress, "LONG_SECONDS", 0.0)
+    with _start.kernels_told():
+        progress.tell(progress.KernelsCompiling())
+        told = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert told == (f"{progress.COMPILING} …\n" if is_told else "")

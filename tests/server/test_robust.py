@@ -334,6 +334,15 @@ def test_another_model_is_not_found(served: Running) -> None:
     assert "no modules.json with a supported pooling" in none.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "missing"), [(COMPLETION, {"messages": HELLO}, "prompt"), (CHAT, {"prompt": "a"}, "messages")]
+)
+def test_a_body_for_another_path_is_told_its_path(served: Running, path: str, body: Any, missing: str) -> None:
+    other = {COMPLETION: CHAT, CHAT: COMPLETION}[path]
+    message = served.post(path, body).json()["error"]["message"]
+    assert message == f"{missing}: is missing. {next(iter(body))}: a field of {other}."
+
+
 def test_invalid_json_is_refused(served: Running) -> None:
     nested = b"[" * 100_000
     for body in (
