@@ -504,6 +504,8 @@ class ExpertPool:
 
     def lend(self, nbytes: int) -> None:
         """Leave `nbytes` of the cache, at most all, to other uses until the next call: experts of least worth go."""
+        if nbytes <= 0 and not any(len(state.lent) for state in self.cache.modules):
+            return
         self.end()
         count = min(max(-(-nbytes // self._nbytes), 0), len(self._slots))
         for number in self.cache.lend(count) if self.shares_host_memory else ():

@@ -29,12 +29,14 @@ class GroupLimit:
         folder: the folder of its files.
         limit: bytes that all processes in it may use, or above which they are throttled (`memory.high`).
         room: bytes left of the limit.
+        mapped: bytes of this process's mapped files that count as used.
     """
 
     version: int
     folder: Path
     limit: int
     room: int
+    mapped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +80,9 @@ def available_ram() -> int:
 
 
 def reclaimable_bytes() -> int:
-    """Half of this process's mapped files in memory, if a control group counts them: the system takes them before it
-    ends a process, and reads them again. `available_ram` counts them as used."""
-    return status_bytes(Path("/"), "RssFile") // 2 if group_limits() else 0
+    """Half of this process's mapped files that each of its control groups counts: the system takes them before it ends
+    a process, and reads them again. `available_ram` counts them as used."""
+    return min((group.mapped for group in group_limits()), default=0) // 2
 
 
 def process_limits(root: Path = Path("/")) -> list[ProcessLimit]:
@@ -142,8 +144,9 @@ def group_limits(root: Path = Path("/"), mapped: int = 0) -> list[GroupLimit]:
             kept = sum(used.get(f"total_{field}", used.get(field, 0)) for field in kinds)
             version = 2 if limit_name == "memory.max" else 1
             maps = "file_mapped" if version == 2 else "mapped_file"
-            kept += max(min(in_memory, used.get(f"total_{maps}", used.get(maps, in_memory))), mapped)
-            groups.append(GroupLimit(version, folder, int(limit), max(int(limit) - kept, 0)))
+            charged = min(in_memory, used.get(f"total_{maps}", used.get(maps, in_memory)))
+            room = int(limit) - kept - max(charged, mapped)
+            groups.append(GroupLimit(version, folder, int(limit), max(room, 0), charged))
     return groups
 
 

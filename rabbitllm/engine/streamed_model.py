@@ -171,8 +171,9 @@ class StreamedModel(_TransformersModel):
 
     @property
     def has_few_rows(self) -> bool:
-        """Whether all streamed experts multiply some rows of a prompt at a time (`_routed.py`)."""
-        return all(has_few_rows(source) for pool in self.streamer.pools.values() for source in pool.sources)
+        """Whether experts are streamed, and all of these multiply some rows of a prompt at a time (`_routed.py`)."""
+        sources = [source for pool in self.streamer.pools.values() for source in pool.sources]
+        return bool(sources) and all(map(has_few_rows, sources))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a pass.
@@ -278,6 +279,8 @@ class StreamedModel(_TransformersModel):
         openmp.look()
         shown = contextlib.nullcontext() if self.pass_line is None else self.pass_line.over(pass_input, None)
         with self.streamer.passing(), torch.no_grad(), shown, self.profiler.forward(pass_input, None):
+            for pool in self.streamer.pools.values():
+                pool.lend(0)  # what a prompt of `generate` had
             yield
 
     def _pass(self, *args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from transformers import DynamicCache
+from transformers import DynamicCache, DynamicLayer
 
 from rabbitllm.base.options import RunOptions
 from rabbitllm.base.terminal import size
@@ -45,6 +45,7 @@ from rabbitllm.generation.kv_cache import (
     keeps,
     layer_configs,
 )
+from rabbitllm.quant import bfloat_products
 from rabbitllm.quant.products import CHUNK_ELEMENTS
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ MASK_BYTES = 5
 """Memory of a query-key pair in masks: bool, and float32 where a kernel needs that."""
 TIGHT = 3
 """Holes between long-lived blocks take up to this many times the memory of a part."""
+COMPILED_BYTES = 64 << 20
+"""What torch compiles in the first prompt and keeps, for products of experts: some 1 MB for each number of rows."""
 _SPARE = 5, 4
 """Ratio by which the estimate is multiplied: allocators round up, and the interpreter keeps recent objects alive."""
 
@@ -370,11 +373,15 @@ class PromptMemory:
         config = model.config.get_text_config(decoder=True)
         (self._executor,) = model.streamer.executors.values()
         self._model, self._config, self._itemsize = model, config, model.dtype.itemsize
-        cost = self._cost = cost_of_a_pass(config, self._itemsize)
-        self._kv_cost = cost_by_config(config, model.dtype)
+        cost, kv_cost = cost_of_a_pass(config, self._itemsize), cost_by_config(config, model.dtype)
         if model.has_few_rows:
             results = (picked_by(config) or 0) * self._itemsize * config.hidden_size
-            self._cost = replace(cost, experts=results * _SPARE[0] // _SPARE[1])
+            cost = replace(cost, experts=results * _SPARE[0] // _SPARE[1])
+        is_compiled = cost.experts and self._itemsize < 4 and bfloat_products.torch_has_instructions()
+        self._uncompiled = COMPILED_BYTES if is_compiled else 0
+        kept = [isinstance(layer, DynamicLayer) for layer in cache_layers(model)]  # others have a state
+        each = kv_cost.every_token * kept.count(True) // max(len(kept), 1) if kept else kv_cost.every_token
+        self._cost, self._kv_cost = cost, replace(kv_cost, every_token=each)
         self._tokens, self._left = -1, 0
 
     def make_room(self, batch: int, length: int, past: int) -> None:
@@ -383,12 +390,13 @@ class PromptMemory:
         self._left -= 1
         if tokens == self._tokens and tokens < MIN_MAX_TOKENS and self._left >= 0:
             return
-        if self._tokens > tokens and (trim := trimming()) is not None:
+        if max(self._tokens, tokens) > 0 and (trim := trimming()) is not None:
             trim()  # holes that a large pass left
         self._tokens, self._left = tokens, CHECKED_PASSES
-        grown = self._kv_bytes(batch, past + length + CHECKED_PASSES, past)
-        missing = self._missing_bytes(self._cost.whole(batch, length, past) + grown)
-        if missing > 0:
+        cost = self._cost.whole(batch, length, past)
+        missing = self._missing_bytes(cost + self._kv_bytes(batch, past + length + CHECKED_PASSES, past))
+        self._uncompiled = 0 if tokens else self._uncompiled
+        if missing > (1 - TIGHT) * cost:
             keep_large_apart()
         for pool in self._model.streamer.pools.values():
             pool.lend(missing)
@@ -398,6 +406,8 @@ class PromptMemory:
         (batch, total), cache = tokens.shape, options.get(CACHE_ARGUMENT)
         past = pass_input_of((tokens,), options)[0].past or 0
         length = total - past if total > past else total
+        if batch * length < CHECKED_TOKENS:
+            return None
         given = reclaimable_bytes() + sum(pool.kept for pool in self._model.placement.pools)
         kept = self._kv_bytes(batch, past + length, past) - given
         if (missing := self._missing_bytes(self._cost.whole(batch, length, past) + kept)) <= 0:
@@ -411,7 +421,8 @@ class PromptMemory:
             return None
         kept += batch * repeated_bytes(self._config, self._itemsize, past + length)
         free = -self._missing_bytes(self._cost.whole(batch, 0, 0) + kept)
-        return max(free // (batch * self._cost.token_of(past + length, is_masked=True)), CHECKED_TOKENS)
+        fitting = free // (batch * self._cost.token_of(past + length, is_masked=True))
+        return max(fitting, CHECKED_TOKENS // batch, MIN_TOKENS)
 
     def _has_chunks(self, total: int, cache: Any, options: Mapping[str, Any]) -> bool:
         """Whether the tokens of a prompt, of `total` with those in its cache, may come in chunks."""
@@ -422,12 +433,12 @@ class PromptMemory:
         return is_same and keeps(self._model) and all(map(keeps_every_token, cache_layers(self._model)))
 
     def _kv_bytes(self, batch: int, tokens: int, past: int) -> int:
-        return batch * (self._kv_cost.bytes_for(tokens) - self._kv_cost.bytes_for(past))
+        return batch * (self._kv_cost.bytes_for(tokens) - (self._kv_cost.bytes_for(past) if past else 0))
 
     def _missing_bytes(self, nbytes: int) -> int:
         device = self._executor.device
         assert isinstance(device, CpuDevice)
-        return device.missing_bytes(nbytes + self._executor.scratch)
+        return device.missing_bytes(nbytes + self._executor.scratch + self._uncompiled)
 
 
 def keep_prompts_within_memory(model: Any) -> None:

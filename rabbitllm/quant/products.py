@@ -67,6 +67,8 @@ FEW_OF_GROUP = 16
 """The same for each group, if these are more: many prompts choose hundreds of experts."""
 CHUNK_ELEMENTS = 1 << 22
 """Elements that are dequantized at a time: 8 MiB of bfloat16."""
+TILE_ROWS, MAX_PADDED = 16, 1024
+"""Rows that AMX multiplies at once, and the most rows that get others: see `_with_common_length`."""
 FUSED_ELEMENTS = 1 << 26
 """Elements of a matrix that bitsandbytes may dequantize at a time: 128 MiB of float16."""
 FEW_INPUTS = 4
@@ -492,18 +494,28 @@ def dense_product(
         together: some rows begin at a multiple of so many.
         decode: first row, row after the last, and dtype -> these rows, dequantized.
     """
-    rows, columns = shape
-    step = together * max(CHUNK_ELEMENTS // columns // together, 1)
+    (rows, columns), count = shape, len(x)
+    step, x = together * max(CHUNK_ELEMENTS // columns // together, 1), _with_common_length(x)
     # processors without instructions for bfloat16 are slow at it, so float32 is used there
     wide = x.float() if x.dtype == torch.bfloat16 and bfloat_products.widens() else x
     if step >= rows and wide is x:
-        return torch.nn.functional.linear(x, decode(0, rows, x.dtype), None if bias is None else bias.to(x.dtype))
+        added = None if bias is None else bias.to(x.dtype)
+        return torch.nn.functional.linear(x, decode(0, rows, x.dtype), added)[:count]
     out = x.new_empty(len(x), rows)
     for begin in range(0, rows, step):
         end = min(begin + step, rows)
         added = None if bias is None else bias[begin:end].to(wide.dtype)
         out[:, begin:end] = torch.nn.functional.linear(wide, decode(begin, end, wide.dtype), added)
-    return out
+    return out[:count]
+
+
+def _with_common_length(x: torch.Tensor) -> torch.Tensor:
+    """Rows of bfloat16 with up to an eighth more, zeros, where torch compiles code for each number of rows: 1 MB in 2
+    to 9 ms, several times the product. It keeps a thousand of these, and experts of a prompt have as many lengths."""
+    grain = max(1 << max(len(x).bit_length() - 4, 0), TILE_ROWS)
+    if not TILE_ROWS < len(x) <= MAX_PADDED or x.dtype != torch.bfloat16 or bfloat_products.widens():
+        return x
+    return torch.nn.functional.pad(x, (0, 0, 0, -len(x) % grain))
 
 
 def sample(scheme: str, shape: tuple[int, int], random: RandomTensors) -> Matrix:

@@ -12,6 +12,7 @@ from rabbitllm.engine import _routed, devices
 from rabbitllm.engine.free_memory import available_ram, untouched_bytes
 from rabbitllm.engine.prefetch import bytes_of
 from rabbitllm.generation.memory import keep_prompts_within_memory
+from rabbitllm.telemetry.passes import PassInput
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import ALL, budget_that_keeps, load, split
 
@@ -58,7 +59,7 @@ def test_experts_give_their_memory_to_a_prompt(mixture: Path, monkeypatch: pytes
         return sum(untouched_bytes(bytes_of(slot.memory)) for slot in pool._slots)
 
     before, begun = returned(), list[int]()
-    free = memory._cost.whole(2, 100, 0) + memory._kv_bytes(2, 164, 0) - given
+    free = memory._cost.whole(2, 100, 0) + memory._kv_bytes(2, 164, 0) + memory._uncompiled - given
     monkeypatch.setattr(device, "missing_bytes", lambda nbytes: nbytes - free)
     hook = model.get_submodule("model.layers.0").register_forward_hook(lambda *args: begun.append(returned()))
     assert torch.equal(model.generate(ids, **GREEDY), expected)
@@ -80,11 +81,29 @@ def test_a_prompt_without_memory_comes_in_chunks(tmp_path: Path, batch: int, mon
     whole, lengths = lengths_of(model, ids)
     assert lengths == [150, 1, 1, 1]
     monkeypatch.setattr(devices, "available_ram", lambda: 0)
-    expected = model.generate(ids, prefill_chunk_size=64, **GREEDY)
+    chunk = max(64 // batch, 16)
+    expected = model.generate(ids, prefill_chunk_size=chunk, **GREEDY)
     answer, lengths = lengths_of(model, ids)
-    assert lengths == [64, 64, 22, 1, 1, 1]
+    assert lengths == [*[chunk] * (150 // chunk), 150 % chunk, 1, 1, 1]
     assert torch.equal(answer, expected)
     assert whole.shape == answer.shape
+
+
+def test_a_short_prompt_costs_no_look_at_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = load(split(build_checkpoint(tmp_path, "gemma3")), ALL)
+    keep_prompts_within_memory(model)
+    model.pass_memory._missing_bytes = None  # not called
+    assert model.pass_memory.chunk(ids_of(model, 3, 21), {}) is None
+    assert not caplog.text
+
+
+def test_a_shared_pass_takes_lent_slots_back(mixture: Path) -> None:
+    model = load(mixture, budget_that_keeps(mixture, 0.3, exact=False, dtype="bfloat16"), exact=False, dtype="bfloat16")
+    (pool,) = model.streamer.pools.values()
+    pool.lend(1 << 40)
+    assert sum(len(state.lent) for state in pool.cache.modules) == pool.cache.slots
+    with model.joint_pass(PassInput(1, 1, 0)):
+        assert not any(len(state.lent) for state in pool.cache.modules)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_next", "mamba2", "llama"])
