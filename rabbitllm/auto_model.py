@@ -505,7 +505,7 @@ def draft_of(draft: Any, request: LoadRequest, find_compression: Callable[[str],
         return None if word == "none" else word
     device = None if options.device == "auto" else options.device
     run = RunOptions(device, **{option: getattr(options, option) for option in _OF_DRAFTS})
-    compression = find_compression(name) if split is not None and find_compression is not None else None
+    compression = None if find_compression is None else find_compression(name)
     spec = prepare.ModelSpec(name, compression, access=replace(request.spec.access, revision=None))
     if split is None:
         return LoadRequest(spec, None, run)
