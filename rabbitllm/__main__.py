@@ -1,6 +1,6 @@
 """`python -m rabbitllm` is the `rabbitllm` command."""
 
-from rabbitllm.base.interrupts import answer_interrupts, end_at_interrupts
+from rabbitllm.base.interrupts import answer_interrupts
 
 
 def main() -> None:
@@ -8,10 +8,7 @@ def main() -> None:
     answer_interrupts()
     from rabbitllm.cli.main import main as run
 
-    try:
-        run()
-    finally:
-        end_at_interrupts()
+    run()
 
 
 if __name__ == "__main__":

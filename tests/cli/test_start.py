@@ -110,20 +110,13 @@ try:
 except KeyboardInterrupt as interrupt:
     print(f"answered: {interrupt}")
 """
-# A thread outlives the command: what Python does then, and modules at its end, is no part of it any more.
 ENDS = """
-import contextlib, io, sys, threading, time
-from rabbitllm.__main__ import main
-
-def last():
-    threading.main_thread().join()
-    print("begun", flush=True)
-    time.sleep(600)
-
-threading.Thread(target=last).start()
-sys.argv = ["rabbitllm", "--version"]
-with contextlib.redirect_stdout(io.StringIO()):
-    main()
+import time
+from rabbitllm.base.interrupts import answer_interrupts, end_at_interrupts
+answer_interrupts()
+end_at_interrupts()
+print("begun", flush=True)
+time.sleep(600)
 """
 
 
