@@ -510,12 +510,11 @@ def dense_product(
 
 
 def _with_common_length(x: torch.Tensor) -> torch.Tensor:
-    """Rows of bfloat16 with up to an eighth more, zeros, where torch compiles code for each number of rows: 1 MB in 2
-    to 9 ms, several times the product. It keeps a thousand of these, and experts of a prompt have as many lengths."""
-    grain = max(1 << max(len(x).bit_length() - 4, 0), TILE_ROWS)
-    if not TILE_ROWS < len(x) <= MAX_PADDED or x.dtype != torch.bfloat16 or bfloat_products.widens():
+    """Rows of bfloat16 with zeros up to whole tiles: torch compiles code for each number of rows, 1 MB in 2 to 9 ms,
+    several times the product. It keeps a thousand of these, and experts of a prompt have as many lengths."""
+    if not TILE_ROWS < len(x) <= MAX_PADDED or x.dtype != torch.bfloat16 or not bfloat_products.torch_has_tiles():
         return x
-    return torch.nn.functional.pad(x, (0, 0, 0, -len(x) % grain))
+    return torch.nn.functional.pad(x, (0, 0, 0, -len(x) % TILE_ROWS))
 
 
 def sample(scheme: str, shape: tuple[int, int], random: RandomTensors) -> Matrix:
