@@ -13,7 +13,10 @@ of what they take at 4bit. Seconds a token are compared with their limit: missed
 at the memory's, measured between the requests of the same run. llama.cpp's server gets the same texts and a file at
 Q4_0 (gpt-oss as published), under a cap with `--no-repack`, with `--cpu-moe`, and by direct I/O.
 
-    sudo python -m benchmarks experts --shapes coder-next|30b-a3b|gpt-oss-20b|flash-next [--whole]
+    sudo python -m benchmarks experts --shapes coder-next|30b-a3b|gpt-oss-20b|flash-next [--whole] [--sequences N]
+
+With `--sequences` each request is of so many texts together, one of them warms up, one is timed, and the engine counts
+hits in a third; there is no peer.
 
 With `--whole` it has all layers (Flash-Next a quarter of them) and words: a hub of this machine sends it, and it is
 split one shard at a time, so that the disk holds it at 4bit only. llama.cpp's file is written from that.
@@ -95,6 +98,7 @@ class Workload:
         scale: a key of `SCALES`.
         tokens: of each request.
         options: of this project.
+        sequences: of each request.
     """
 
     checkpoint: Path
@@ -103,20 +107,30 @@ class Workload:
     scale: str
     tokens: int
     options: Mapping[str, Any]
+    sequences: int = 1
 
-    def requests(self, case: CappedCase) -> tuple[list[list[int]], int]:
-        """Passages, each a prompt and its continuation; and the number of them that only warm up. In the last ones of
-        this project under a cap the engine counts."""
+    def requests(self, case: CappedCase) -> tuple[list[list[list[int]]], int]:
+        """Requests, each of passages, which are a prompt and its continuation; and how many of them only warm up. In
+        the last ones of this project under a cap the engine counts."""
         length, warms_up = self.prompt + self.made(case), case.runner in (*OURS, LLAMA_CPP)
-        count = 2 * TOPICS + self.counted(case) if warms_up else OTHERS_REQUESTS
-        found = [passage(self.scale, case.given, at % TOPICS, at // TOPICS, length) for at in range(count)]
+        count = 2 * self.timed + self.counted(case) if warms_up else OTHERS_REQUESTS
+        passages = [
+            passage(self.scale, case.given, number % TOPICS, number // TOPICS, length)
+            for number in range(count * self.sequences)
+        ]
+        found = [passages[first : first + self.sequences] for first in range(0, len(passages), self.sequences)]
         if warms_up and case.share is None:  # what a page's first use costs is not counted
-            found = [*found, *found[TOPICS:]]
-        return found, len(found) - TOPICS - self.counted(case) if warms_up else 0
+            found = [*found, *found[self.timed :]]
+        return found, len(found) - self.timed - self.counted(case) if warms_up else 0
+
+    @property
+    def timed(self) -> int:
+        """Requests that are timed."""
+        return TOPICS if self.sequences == 1 else 1
 
     def counted(self, case: CappedCase) -> int:
         """Requests in which the engine counts hits."""
-        return TOPICS if case.runner in OURS and case.share is not None else 0
+        return self.timed if case.runner in OURS and case.share is not None else 0
 
     @property
     def prompt(self) -> int:
@@ -149,7 +163,7 @@ def measure(run: MoeRun, case: CappedCase, workload: Workload, work: Path) -> No
 
 
 def _ask_llama_cpp(run: MoeRun, case: CappedCase, workload: Workload, work: Path) -> None:
-    (passages, warm_up), nbytes = workload.requests(case), room(workload.weights, case.share)
+    (requests, warm_up), nbytes = workload.requests(case), room(workload.weights, case.share)
     prompt, made, file = workload.prompt, workload.made(case), workload.files(case.runner)
     drop_pages(file)
     sizes = ["--ctx-size", str(prompt + made + 8), "--parallel", "1", "--threads", str(len(os.sched_getaffinity(0)))]
@@ -162,15 +176,15 @@ def _ask_llama_cpp(run: MoeRun, case: CappedCase, workload: Workload, work: Path
         label, program = f"moe-{case.runner}-{case.share}-{run.turn}", llama.built(work, "llama-server")
         limits = {"seconds": RUN_LIMIT_SECONDS, "start_seconds": LLAMA_CPP_START_SECONDS}
         ask = held.enter_context(llama.serving(program, arguments, work, label, cap=cap, **limits))
-        answers = [ask("/completion", prompt=each[:prompt], **asked) for each in passages]
+        answers = [ask("/completion", prompt=each[:prompt], **asked) for (each,) in requests]
     times = [answer["timings"] for answer in answers[warm_up:]]
     run.first_token_seconds = statistics.median(each["prompt_ms"] for each in times) / 1000
     run.token_seconds = statistics.fmean(each["predicted_ms"] / (made - 1) for each in times) / 1000
-    run.follows = [answer["tokens"] for answer in answers] == [each[prompt:] for each in passages]
+    run.follows = [answer["tokens"] for answer in answers] == [each[prompt:] for (each,) in requests]
 
 
 def _generate(run: MoeRun, case: CappedCase, workload: Workload, work: Path) -> None:
-    chosen, (passages, warm_up) = RUNNERS[case.runner], workload.requests(case)
+    chosen, (requests, warm_up) = RUNNERS[case.runner], workload.requests(case)
     prompt, made = workload.prompt, workload.made(case)
     label = f"moe-{case.runner}-{case.given}-{case.share}-{run.turn}"
     offload = workload.folder / "offload"
@@ -185,7 +199,7 @@ def _generate(run: MoeRun, case: CappedCase, workload: Workload, work: Path) -> 
         "checkpoint": str(workload.checkpoint),
         "options": options,
         "offload_folder": str(offload),
-        "prompts": [one[:prompt] for one in passages],
+        "prompts": [[passage[:prompt] for passage in request] for request in requests],
         "tokens": made,
         "warm_up": warm_up,
         "counted": workload.counted(case),
@@ -196,7 +210,7 @@ def _generate(run: MoeRun, case: CappedCase, workload: Workload, work: Path) -> 
         run.take(run_worker(THIS, job, work, label, cold, cap_bytes=nbytes, limit_seconds=RUN_LIMIT_SECONDS))
     finally:
         shutil.rmtree(offload, ignore_errors=True)
-    run.follows = run.tokens == [one[prompt:] for one in passages]
+    run.follows = run.tokens == [[passage[prompt:] for passage in request] for request in requests]
 
 
 def split_whole(scale: str, runner: Runner, place: Path, work: Path) -> None:
@@ -242,28 +256,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep-files", action="store_true", help="keep layer files for the next run, and use them")
     parser.add_argument("--shapes", choices=list(SHAPES), help="of a published model, at 4bit (default: smaller ones)")
     parser.add_argument("--whole", action="store_true", help="with --shapes: all layers, from a hub of this machine")
+    parser.add_argument("--sequences", type=int, default=1, help="with --shapes: texts together (default: %(default)s)")
     parser.add_argument("--habits", nargs="+", choices=list(HABITS), default=list(HABITS), help="of the texts")
     smallest = {"tokens": 3, "shares": [50], "habits": list(HABITS)[:1], "keep_files": False, "shapes": None}
-    options = command_line.parsed(parser, arguments, only=["rabbitllm-2"], **smallest, whole=False)
+    options = command_line.parsed(parser, arguments, only=["rabbitllm-2"], **smallest, whole=False, sequences=1)
     if options.whole and (options.shapes is None or options.scale != "full"):
         raise SystemExit("--whole needs --shapes, and no --scale.")
+    if options.sequences < 1 or (options.sequences > 1 and options.shapes is None):
+        raise SystemExit("--sequences needs --shapes, and is at least 1.")
     scale = f"{options.shapes}-{WHOLE if options.whole else options.scale}" if options.shapes else options.scale
     at_4bit = published.checkpoint(model_of(scale), 1).nbytes_4bit if options.shapes else 0
     is_published_at_4bit = SCALES[scale].kind == "gpt-oss"
     needed = SHAPES_NEED_BYTES if options.shapes else NEEDED_BYTES
     needed = {**needed, **({"full": round((WHOLE_NEEDS + is_published_at_4bit) * at_4bit)} if options.whole else {})}
     name = f"moe-{options.shapes}{'-whole' * options.whole}" if options.shapes else "moe"
+    together = options.sequences > 1
+    name += f"-{options.sequences}-sequences" * together
     command_line.settle(options, name, needed)
     command_line.check_tokens(options)
     work, folder = options.work_dir, options.work_dir / f"moe-run-{scale}"
     if options.shapes:
-        options.only = [OURS[not is_published_at_4bit], *(row for row in options.only if row in OF_SHAPES)]
+        peers = [] if together else [row for row in options.only if row in OF_SHAPES]
+        options.only = [OURS[not is_published_at_4bit], *peers]
     else:
         options.only = [row for row in options.only if row not in OF_SHAPES]
     fastest = {"fast_bfloat16": True} if options.shapes else {}
     checkpoint = make_moe_checkpoint(work, scale) if not options.whole else folder
     weights = at_4bit or weight_bytes(checkpoint)
-    workload = Workload(checkpoint, weights, folder, scale, options.tokens, fastest)
+    workload = Workload(checkpoint, weights, folder, scale, options.tokens, fastest, options.sequences)
     if options.whole:
         split = directory_name(RUNNERS[options.only[0]].options.get("compression"))
         workload = replace(workload, checkpoint=workload.files(options.only[0]) / split)
@@ -310,7 +330,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{SCALES[scale].num_experts} experts a layer, {SCALES[scale].num_hidden_layers} layers, {weights / 1e9:.2f} GB"
     )
     if options.shapes:
-        experts = f"{options.shapes}'s shapes at 4bit, {experts}"
+        texts = f", {options.sequences} texts together" * together
+        experts = f"{options.shapes}'s shapes at 4bit, {experts}{texts}"
     title = f"A mixture of {experts}, with memory capped, on the CPU, {command_line.turns(options)}"
     touched = touched_bytes(scale) if options.shapes else None
     table = tabulate(runs, cases, options.turns, SCALES[scale].experts, touched)

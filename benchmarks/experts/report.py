@@ -25,7 +25,7 @@ class MoeRun(Run):
         first_token_seconds: median over the requests.
         token_seconds: mean of `step_seconds`.
         step_bytes: read from the disk in each step, as the system counts.
-        tokens: of each request.
+        tokens: of each text of each request.
         follows: whether they are those of the texts.
         hits, missed: experts that steps needed, in the cache or not.
         missed_bytes: of the missed ones.
@@ -41,7 +41,7 @@ class MoeRun(Run):
     token_seconds: float = 0.0
     step_seconds: Sequence[float] = ()
     step_bytes: Sequence[int] = ()
-    tokens: Sequence[Sequence[int]] = ()
+    tokens: Sequence[Sequence[Sequence[int]]] = ()
     follows: bool = False
     hits: int = 0
     missed: int = 0
@@ -120,7 +120,7 @@ def tabulate(
     columns: report.Columns[CappedCase, MoeRun] = {
         "first token s": report.each(lambda run: run.first_token_seconds),
         "s/token": report.each(lambda run: run.token_seconds, 3),
-        "tokens/s": report.each(lambda run: 1 / run.token_seconds, 1),
+        "tokens/s": report.each(lambda run: len(run.tokens[0] if run.tokens else [0]) / run.token_seconds, 1),
         "x ours": lambda case, found: report.shown(ratios(runs, case.name, our_case_for(case, cases).name), 1),
         "MB/token from disk": read,
         "of missed experts'": lambda case, found: report.shown(spread(of_missed(runs, case))),
@@ -145,8 +145,8 @@ def tabulate(
 def notes_on(runs: Sequence[MoeRun], cases: Sequence[CappedCase], touched: int | None = None) -> list[str]:
     """The meaning of the columns, the stages, errors, and the goals."""
     notes = [
-        "s/token: mean over the steps of a turn, without first tokens. x ours: beside this project's row with the "
-        "same texts under the same cap in the same turn.",
+        "s/token: mean over the steps of a turn, without first tokens; a step is a token of each text. x ours: beside "
+        "this project's row with the same texts under the same cap in the same turn.",
         "of missed experts': bytes read from the disk over the bytes of the experts that were not in the cache.",
         "hits: of the experts that steps needed.",
         "text right: whether the answer continues the text of the prompt.",

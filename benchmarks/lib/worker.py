@@ -108,28 +108,33 @@ class Clock:
         return [later - earlier for earlier, later in itertools.pairwise(self.read[1:])]
 
 
-def generate(model: Any, ids: list[int], length: int, clock: Clock, device: Any = "cpu") -> dict[str, Any]:
-    """Generate greedily: seconds to the first token and of the steps after it.
+def generate(
+    model: Any, ids: list[int] | list[list[int]], length: int, clock: Clock, device: Any = "cpu"
+) -> dict[str, Any]:
+    """Generate greedily for a prompt, or several of one length: seconds to the first token and of the steps after it.
 
     Raises:
         RuntimeError: another number of tokens came.
     """
     import torch
 
-    prompt = torch.tensor([ids]).to(device)
+    prompt = torch.atleast_2d(torch.tensor(ids)).to(device)
     begun = time.perf_counter()
     output = model.generate(  # by name: one peer's takes nothing else
         input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=length, do_sample=False, streamer=clock
     )
-    tokens = output[0, prompt.shape[1] :].tolist()
-    if len(tokens) != length or len(clock.times) != length + 1:
-        raise RuntimeError(f"{length} tokens were asked for; {len(tokens)} came, in {len(clock.times) - 1} steps")
+    generated = output[:, prompt.shape[1] :]
+    if generated.shape[1] != length or len(clock.times) != length + 1:
+        raise RuntimeError(
+            f"{length} tokens were asked for; {generated.shape[1]} came, in {len(clock.times) - 1} steps"
+        )
+    tokens = generated.tolist()
     return {
         "first_token_seconds": clock.times[1] - begun,
         "step_seconds": clock.steps(),
         "step_bytes": clock.step_bytes(),
         "token_seconds": statistics.median(clock.steps()),
-        "tokens": tokens,
+        "tokens": tokens if isinstance(ids[0], list) else tokens[0],
         "threads": torch.get_num_threads(),
         "dtype": str(model.dtype).removeprefix("torch."),
     }
@@ -144,7 +149,7 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def requests(job: dict[str, Any]) -> dict[str, Any]:
-    """Load a model of experts and generate greedily for one prompt after another; see `experts.MoeRun`.
+    """Load a model of experts and generate greedily, a prompt or several at once after another; see `experts.MoeRun`.
 
     Only the steps after first tokens count, of all requests after the first `warm_up`. The last `counted` ones are not
     timed: in them the profiler counts, whose clocks take time. Before each that is timed the rate of `probed` is

@@ -148,6 +148,16 @@ def test_llama_cpp_runs_with_the_texts_of_this_project() -> None:
     assert {moe_report.our_case_for(case, cases).runner for case in cases} == {"rabbitllm-2-4bit"}
 
 
+def test_requests_of_several_texts_warm_up_are_timed_and_are_counted() -> None:
+    workload = moe.Workload(Path(), 1000, Path(), "tiny", 4, {}, sequences=6)
+    requests, warm_up = workload.requests(CappedCase("rabbitllm-2-4bit", 50, "flat"))
+    assert ([len(request) for request in requests], warm_up) == ([6, 6, 6], 1)
+    assert workload.counted(CappedCase("rabbitllm-2-4bit", 50, "flat")) == 1
+    passages = [tuple(passage) for request in requests for passage in request]
+    assert len(set(passages[:6])) == 6
+    assert {len(passage) for passage in passages} == {moe.PROMPT_TOKENS["tiny"] + 4}
+
+
 def test_a_limit_has_the_rates_of_its_run() -> None:
     runs = [
         MoeRun("a", turn, step_seconds=[1.0, 1.0], missed_bytes=100, disk_speed=rate, memory_speed=1e3)
@@ -178,12 +188,15 @@ def test_this_project_under_a_cap_at_tiny_scale(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.skipif(not can_limit_memory(), reason="no control group with a memory limit can be made")
-def test_published_codes_under_a_cap_at_tiny_scale(tmp_path: Path) -> None:
+def test_published_codes_under_a_cap_at_tiny_scale(sequences: int, tmp_path: Path) -> None:
     given = ["--shapes", "gpt-oss-20b", "--scale", "tiny", "--turns", "1", "--tokens", "4", "--shares", "50"]
+    given += ["--sequences", str(sequences)]
     given += ["--only", "rabbitllm-2"]  # llama.cpp would be compiled, which takes many minutes
     assert moe.main([*given, "--habits", "flat", "--work-dir", str(tmp_path), "--results", str(tmp_path / "r")]) == 0
     text = (tmp_path / "r.md").read_text()
     assert "gpt-oss-20b's shapes at 4bit" in text
+    assert (f", {sequences} texts together" in text) == (sequences > 1)
     assert all(f"| rabbitllm-2, {row} | 1/1 |" in text for row in ("flat, no cap", "flat, 50 %"))
     assert "flat, 50 %, x limit" in text
