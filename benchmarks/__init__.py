@@ -1,4 +1,4 @@
-"""Benchmarks of splitting, decoding, experts, serving, batches, quality and scale, beside other projects in one run.
+"""Benchmarks of splitting, decoding, experts, serving, batches, quality and scale, against other projects in one run.
 
     python -m benchmarks list
     python -m benchmarks decode.capped --turns 3

@@ -22,7 +22,7 @@ class Main(Protocol):
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One benchmark: its subject, its needs beside Linux and this project, its disk and its number of runs."""
+    """One benchmark: its subject, its needs besides Linux and this project, its disk and its number of runs."""
 
     measures: str
     needs: tuple[str, ...]
@@ -129,7 +129,7 @@ def main_of(name: str) -> Main:
 def listed() -> str:
     """The catalogue as text."""
     lines = []
-    for name, one in CATALOGUE.items():
-        lines.append(f"{name:<20} {one.measures}")
-        lines.append(f"{'':<20} needs: {', '.join(one.needs) or 'nothing else'}; takes: {one.takes}")
+    for name, benchmark in CATALOGUE.items():
+        lines.append(f"{name:<20} {benchmark.measures}")
+        lines.append(f"{'':<20} needs: {', '.join(benchmark.needs) or 'nothing else'}; takes: {benchmark.takes}")
     return "\n".join(lines)

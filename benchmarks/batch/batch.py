@@ -1,4 +1,4 @@
-"""Many prompts at once with less memory than the model: tokens a second by the number of prompts, beside peers.
+"""Many prompts at once with less memory than the model: tokens a second by the number of prompts, against peers.
 
 A Llama of 1.43 GB in bfloat16 without an end token; different prompts, 512 tokens in and 32 out, which is FlexGen's
 shape. Tokens a second are the generated ones over the time from the first prompt to the last token, without loading.
@@ -91,10 +91,10 @@ class Workload:
 def measure(run: BatchRun, case: Case, workload: Workload, work: Path) -> None:
     """Run one row of one turn."""
     chosen, is_ours, place = RUNNERS[case.runner], case.runner in OURS, str(workload.files(case.runner))
-    asked, options = workload.options, {"layer_shards_saving_path": place, **chosen.options}
+    settings, options = workload.options, {"layer_shards_saving_path": place, **chosen.options}
     if is_ours:  # `rabbitllm.batch` reads the compression from the layer files
         options = {name: value for name, value in chosen.options.items() if name != "compression"}
-        options |= {} if asked.cache_memory is None else {"cache_memory": asked.cache_memory}
+        options |= {} if settings.cache_memory is None else {"cache_memory": settings.cache_memory}
     job: dict[str, Any] = {
         "task": "bulk",
         "package": chosen.package,
@@ -105,13 +105,13 @@ def measure(run: BatchRun, case: Case, workload: Workload, work: Path) -> None:
         "options": options,
         "offload_folder": str(workload.folder / "offload"),
         "out": str(workload.folder / "out.jsonl"),
-        "vocabulary": SCALES[asked.scale].vocab_size,
-        "length": asked.prompt_tokens,
-        "tokens": asked.tokens,
+        "vocabulary": SCALES[settings.scale].vocab_size,
+        "length": settings.prompt_tokens,
+        "tokens": settings.tokens,
         "sequences": case.sequences,
     }
     cold, label = [workload.checkpoint, workload.folder], f"batch-{case.runner}-{case.sequences}"
-    cap_bytes, limit = room(workload.weights, asked.share), asked.limit
+    cap_bytes, limit = room(workload.weights, settings.share), settings.limit
     run.take(run_worker(chosen.environment, job, work, label, cold, cap_bytes=cap_bytes, limit_seconds=limit))
 
 
@@ -135,8 +135,8 @@ def tabulate(runs: Sequence[BatchRun], cases: Sequence[Case], turns: int) -> rep
     numbers = [case.sequences for case in cases]
     columns: report.Columns[Case, BatchRun] = {
         "tokens/s": report.each(lambda run: run.rate),
-        "of linear": lambda case, found: report.shown(spread(of_linear(runs, case))),
-        "x our best": lambda case, found: report.shown(spread(against_ours(runs, case, numbers))),
+        "of linear": lambda case, _: report.shown(spread(of_linear(runs, case))),
+        "x our best": lambda case, _: report.shown(spread(against_ours(runs, case, numbers))),
         "s": report.each(lambda run: run.seconds),
         "GB from disk": report.each(lambda run: run.disk_bytes, 2, 1e9),
         "anon MiB over idle": report.ADDED_MEMORY,

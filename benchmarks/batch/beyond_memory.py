@@ -66,11 +66,13 @@ def run(model: Any, row: Row, prompts: Sequence[Sequence[int]], tokens: int) -> 
     """Answer all prompts."""
     items = [Item(number, number, Generate(tuple(ids), tokens)) for number, ids in enumerate(prompts)]
     limits = JobLimits(len(prompts), row.cache_bytes, cache_disk=row.cache_disk)
-    told: list[Any] = []
+    stats_of: list[Any] = []
     load, begun = os.getloadavg()[0], time.perf_counter()
-    found = {one.index: one.line for group in answered(model, "m", iter(items), limits, told.append) for one in group}
-    seconds, stats = time.perf_counter() - begun, told[0]()
-    texts = tuple(found[number]["text"] for number in range(len(prompts)))
+    lines: dict[int, Any] = {}
+    for group in answered(model, "m", iter(items), limits, stats_of.append):
+        lines |= {answer.index: answer.line for answer in group}
+    seconds, stats = time.perf_counter() - begun, stats_of[0]()
+    texts = tuple(lines[number]["text"] for number in range(len(prompts)))
     counts = (stats.new_tokens, stats.passes, stats.streamed_bytes, stats.file_read_bytes)
     return BeyondRun(row.name, seconds, *counts, texts, load)
 
@@ -89,13 +91,13 @@ def tabulate(runs: Sequence[BeyondRun]) -> report.Table:
     first = {run.row: run for run in reversed(runs)}
     expected, lines = runs[0].texts, []
     for row in dict.fromkeys(run.row for run in runs):
-        found = [run for run in runs if run.row == row]
+        row_runs = [run for run in runs if run.row == row]
         same = sum(a == b for a, b in zip(first[row].texts, expected, strict=True))
         lines.append(
             (
                 row,
-                report.shown(spread(run.new_tokens / run.seconds for run in found)),
-                report.shown(spread(run.seconds for run in found), 1),
+                report.shown(spread(run.new_tokens / run.seconds for run in row_runs)),
+                report.shown(spread(run.seconds for run in row_runs), 1),
                 f"{first[row].passes:,}",
                 f"{first[row].streamed_bytes / 1e9:.2f}",
                 f"{first[row].file_bytes / 1e9:.2f}",

@@ -1,4 +1,4 @@
-"""Generating on the CPU with less memory than the model, beside the projects that claim to do that.
+"""Generating on the CPU with less memory than the model, against the projects that claim to do that.
 
 A Llama of 1.43 GB in bfloat16. The limit of this project's rows is the longer of reading alone (the same bytes by the
 same reader in the same process, without computing) and computing alone (the row without a cap, in the same turn).
@@ -65,11 +65,11 @@ def tabulate(runs: Sequence[StepsRun], cases: Sequence[CappedCase], turns: int) 
     columns: report.Columns[CappedCase, StepsRun] = {
         "first token s": report.each(lambda run: run.first_token_seconds),
         "s/token": report.each(lambda run: run.token_seconds, 3),
-        "x ours": lambda case, found: report.shown(ratios(runs, case.name, our_case(case).name)),
+        "x ours": lambda case, _: report.shown(ratios(runs, case.name, our_case(case).name)),
         "MB/token from disk": report.each(lambda run: statistics.median(run.step_bytes), 0, 1e6),
-        "of its limit": lambda case, found: report.shown(spread(of_the_limit(runs, case))),
+        "of its limit": lambda case, _: report.shown(spread(of_the_limit(runs, case))),
         "anon MiB over idle": report.ADDED_MEMORY,
-        "tokens equal": lambda case, found: (
+        "tokens equal": lambda case, _: (
             "" if case.runner in AT_4BIT else report.verdict(tokens_equal(runs, case.name, free))
         ),
     }
@@ -140,6 +140,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size, turns = f"{weights / 1e9:.2f} GB", command_line.turns(options)
     title = f"{options.tokens} tokens of a model of {size} with memory capped, on the CPU, {turns}"
     table = tabulate(runs, cases, options.turns)
-    drawn = report.bars_by_cap(title, runs, {one.name: (one.share, one.runner, is_ours(one)) for one in cases})
+    drawn = report.bars_by_cap(title, runs, {case.name: (case.share, case.runner, is_ours(case)) for case in cases})
     report.write(options.results, title, table, notes_on(runs, cases), runs, work=work, picture=drawn)
     return status(runs, lambda row: row.startswith(OURS))

@@ -53,10 +53,10 @@ def tabulate(runs: Sequence[StepsRun], rows: Sequence[str], turns: int) -> repor
         "load s": report.each(lambda run: run.load_seconds),
         "first token s": report.each(lambda run: run.first_token_seconds),
         "s/token": report.each(lambda run: run.token_seconds, 3),
-        "x transformers": lambda row, found: report.shown(ratios(runs, REFERENCE, row), 3),
+        "x transformers": lambda row, _: report.shown(ratios(runs, REFERENCE, row), 3),
         "anon MiB over idle": report.ADDED_MEMORY,
         "mapped MiB": report.each(lambda run: run.file_peak, 0, 2**20),
-        "tokens equal": lambda row, found: (
+        "tokens equal": lambda row, _: (
             "" if RUNNERS[row].is_compressed else report.verdict(tokens_equal(runs, row, REFERENCE))
         ),
     }

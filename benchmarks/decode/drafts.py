@@ -170,10 +170,10 @@ def answer(
     times = streamer.times[-tokens:]
     brought = None if drafting is None else drafting.brought
     right = [] if brought is None else [a / b for a, b in zip(brought.right, brought.checked, strict=True)]
-    made, seconds = result[0, ids.shape[1] :].tolist(), times[-1] - times[0]
+    new_ids, seconds = result[0, ids.shape[1] :].tolist(), times[-1] - times[0]
     drafted = 0.0 if brought is None else brought.seconds
     read = bytes_read() - before
-    return Answer(row, text, temperature, turn, seconds, tokens - 1, passes, read, drafted, right, made)
+    return Answer(row, text, temperature, turn, seconds, tokens - 1, passes, read, drafted, right, new_ids)
 
 
 def prompt_ids(model: Any, text: str) -> list[int]:
@@ -322,18 +322,18 @@ class Peer:
                 for text, prompt in prompts.items():
                     for temperature in TEMPERATURES:
                         body = {"n_predict": tokens, "temperature": temperature, "seed": turn, **drawn}
-                        found = ask("/completion", prompt=prompt, ignore_eos=True, return_tokens=True, **body)
-                        times = found["timings"]
+                        reply = ask("/completion", prompt=prompt, ignore_eos=True, return_tokens=True, **body)
+                        times = reply["timings"]
                         passes = times["predicted_n"] - times.get("draft_n_accepted", 0)
                         seconds, count = times["predicted_ms"] / 1000, times["predicted_n"] - 1
-                        yield Answer(row, text, temperature, turn, seconds, count, passes, ids=found["tokens"])
+                        yield Answer(row, text, temperature, turn, seconds, count, passes, ids=reply["tokens"])
 
 
-def gguf_of(given: Path, split: Path, made: Path) -> Path:
+def gguf_of(source: Path, split: Path, target: Path) -> Path:
     """llama.cpp's file of a checkpoint: itself, or the one that is made of its layer files."""
-    if given.suffix == ".gguf":
-        return given
-    return llama.write_file(next(path.parent for path in split.rglob("split.json")), made, "auto")
+    if source.suffix == ".gguf":
+        return source
+    return llama.write_file(next(path.parent for path in split.rglob("split.json")), target, "auto")
 
 
 def tabulate(answers: Sequence[Answer], rows: Sequence[str]) -> report.Table:
@@ -342,17 +342,18 @@ def tabulate(answers: Sequence[Answer], rows: Sequence[str]) -> report.Table:
     for text in PROMPTS:
         for temperature in TEMPERATURES:
             for row in rows:
-                of = [one for one in answers if (one.row, one.text, one.temperature) == (row, text, temperature)]
+                key = (row, text, temperature)
+                of = [answer for answer in answers if (answer.row, answer.text, answer.temperature) == key]
                 if not of:
                     continue
-                drafted = spread(one.drafting / one.passes for one in of)
-                read = sum(one.read for one in of) / sum(one.passes for one in of)
+                drafted = spread(answer.drafting / answer.passes for answer in of)
+                read = sum(answer.read for answer in of) / sum(answer.passes for answer in of)
                 right = " ".join(f"{share:.0%}" for share in of[-1].right[:4]) or "-"
                 lines.append(
                     (
                         f"{row}, {text}, {temperature}",
-                        report.shown(spread(one.seconds / one.tokens for one in of), 4),
-                        report.shown(spread((one.tokens + 1) / one.passes for one in of)),
+                        report.shown(spread(answer.seconds / answer.tokens for answer in of), 4),
+                        report.shown(spread((answer.tokens + 1) / answer.passes for answer in of)),
                         report.shown(spread(rates(answers, of))),
                         "-" if row in PEERS else f"{read / 1e9:.2f}",
                         "-" if row in PEERS else report.shown(drafted),
@@ -365,9 +366,11 @@ def tabulate(answers: Sequence[Answer], rows: Sequence[str]) -> report.Table:
 
 def rates(answers: Sequence[Answer], of: Sequence[Answer]) -> list[float]:
     """The rate of each answer, of that without a draft in the same turn."""
-    plain = {(one.row, one.text, one.temperature, one.turn): one.seconds / one.tokens for one in answers}
-    known = [(plain.get((WITHOUT[one.row], one.text, one.temperature, one.turn)), one) for one in of]
-    return [without / (one.seconds / one.tokens) for without, one in known if without]
+    plain = {
+        (answer.row, answer.text, answer.temperature, answer.turn): answer.seconds / answer.tokens for answer in answers
+    }
+    known = [(plain.get((WITHOUT[answer.row], answer.text, answer.temperature, answer.turn)), answer) for answer in of]
+    return [without / (answer.seconds / answer.tokens) for without, answer in known if without]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -386,8 +389,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     left_out |= {PEER_MODEL} if options.draft is None else set()
     left_out |= {*PEERS} if options.llama is None else set()
     left_out |= {SELF, PLAIN_INSIDE, WRONG_INSIDE} if options.share >= 1 else set()
-    asked = {*options.only, *(WITHOUT[row] for row in options.only)} - left_out
-    rows = [row for row in ROWS if row in asked]
+    needed = {*options.only, *(WITHOUT[row] for row in options.only)} - left_out
+    rows = [row for row in ROWS if row in needed]
     answers, failed = list[Answer](), dict[str, str]()
     with fresh_folder(options.work_dir / "drafts") as work:
         subjects = load(options, work, rows)
@@ -416,9 +419,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # a machine changes within minutes, so what is compared is measured side by side
         texts = [(text, temperature) for text in PROMPTS for temperature in TEMPERATURES]
         for index, row in in_turns(ours, options.turns * len(texts)):
-            (turn, at), model = divmod(index, len(texts)), subjects.of(row)[0]
+            (turn, number), model = divmod(index, len(texts)), subjects.of(row)[0]
             cold = files if model is not subjects.inside else ()
-            answers.append(answer(model, drafting[row], row, *texts[at], turn, options.tokens, cold))
+            answers.append(answer(model, drafting[row], row, *texts[number], turn, options.tokens, cold))
         disk.append(read_speed(files, SPEED_BYTES))
     name = options.draft and Path(options.draft).name
     compression = f" at {options.compression}" if options.compression else ""
@@ -430,9 +433,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     worst = dict[str, float | None]()
     for row in (WRONG, WRONG_INSIDE):
         if row in rows:
-            worst[row] = report.median(spread(rates(answers, [one for one in answers if one.row == row])))
+            worst[row] = report.median(spread(rates(answers, [answer for answer in answers if answer.row == row])))
             notes.append(report.reach(f"{row}, of the rate without a draft", worst[row], LEAST, at_most=False))
-    greedy = {(one.row, one.text): one.ids for one in answers if not one.temperature}
+    greedy = {(answer.row, answer.text): answer.ids for answer in answers if not answer.temperature}
     drafts = [(row, text) for row, text in greedy if row != PEER and row not in WITHOUT.values()]
     same = [greedy[key] == greedy[WITHOUT[key[0]], key[1]] for key in drafts]
     notes.append(f"Greedy answers equal to those without a draft: {sum(same)} of {len(same)}.")

@@ -1,4 +1,4 @@
-"""Generating from GGUF files on the CPU, beside llama.cpp on the same file, with and without a cap on memory.
+"""Generating from GGUF files on the CPU, against llama.cpp on the same file, with and without a cap on memory.
 
 A Llama of 0.7 billion random weights, or with `--mixture` a Qwen3 MoE of 0.85 billion, 4 of 32 experts for each token,
 quantized by llama.cpp's own tool. llama.cpp maps the file, and rewrites some types for its kernels into memory of its
@@ -42,7 +42,7 @@ def tabulate(runs: Sequence[StepsRun], cases: Sequence[CappedCase], turns: int) 
         "load s": report.each(lambda run: run.load_seconds),
         "first token s": report.each(lambda run: run.first_token_seconds),
         "s/token": report.each(lambda run: run.token_seconds, 3),
-        "x llama.cpp": lambda case, found: report.shown(ratios(runs, replace(case, runner=PEER).name, case.name)),
+        "x llama.cpp": lambda case, _: report.shown(ratios(runs, replace(case, runner=PEER).name, case.name)),
         "MB/token from disk": report.each(lambda run: statistics.median(run.step_bytes), 0, 1e6),
         "anon MiB over idle": report.ADDED_MEMORY,
     }
@@ -56,12 +56,12 @@ def write_files(checkpoint: Path, folder: Path, kinds: Sequence[str], work: Path
         PeerError: the tool cannot be built here.
     """
     plain = llama.write_file(checkpoint, folder / f"{PLAIN}.gguf", PLAIN)
-    others = [kind for kind in kinds if kind != PLAIN]
-    made = {PLAIN: plain} if PLAIN in kinds else {}
-    made |= {kind: quantized(tool(work), plain, folder / f"{kind}.gguf", kind) for kind in others}
+    others = [name for name in kinds if name != PLAIN]
+    paths = {PLAIN: plain} if PLAIN in kinds else {}
+    paths |= {name: quantized(tool(work), plain, folder / f"{name}.gguf", name) for name in others}
     if PLAIN not in kinds:
         plain.unlink()
-    return made
+    return paths
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,16 +82,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.only = [row for row in options.only if row != CPU_MOE]
     workload = Workload(checkpoint, work / "gguf-run", prompt_for(options.scale), options.tokens)
     shares = (None, *options.shares)
-    cases = [CappedCase(row, share, kind) for kind in options.types for share in shares for row in options.only]
+    cases = [CappedCase(row, share, name) for name in options.types for share in shares for row in options.only]
     paths: dict[str, Path] = {}
     sizes: dict[str, int] = {}
 
     def files(row: str) -> None:
         if not paths:
             paths.update(write_files(checkpoint, workload.folder, options.types, work))
-            sizes.update((kind, path.stat().st_size) for kind, path in paths.items())
-        for kind in options.types if row == OURS else ():
-            make_layer_files(THIS, "rabbitllm", paths[kind], workload.folder / kind, None, work, f"gguf-{kind}-split")
+            sizes.update((name, path.stat().st_size) for name, path in paths.items())
+        for name in options.types if row == OURS else ():
+            make_layer_files(THIS, "rabbitllm", paths[name], workload.folder / name, None, work, f"gguf-{name}-split")
 
     def measure(run: StepsRun, case: CappedCase) -> None:
         path = paths[case.given]
@@ -110,13 +110,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     environments = {row: RUNNERS[row].environment for row in options.only}
     runs = carry_out(options, cases, StepsRun, measure, environments, workload.folder, files)
     notes = [
-        "Files: " + ", ".join(f"{kind} {size / 1e6:.0f} MB" for kind, size in sizes.items()) + ".",
+        "Files: " + ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in sizes.items()) + ".",
         "x llama.cpp: how many times as many tokens a second as llama.cpp with the same file under the same cap.",
         report.MEMORY_NOTE,
         *versions(runs),
         *failures(runs),
     ]
-    kind = " of a mixture of experts" if options.mixture else ""
-    title = f"{options.tokens} tokens from a GGUF file{kind}, on the CPU, {command_line.turns(options)}"
+    subject = " of a mixture of experts" if options.mixture else ""
+    title = f"{options.tokens} tokens from a GGUF file{subject}, on the CPU, {command_line.turns(options)}"
     report.write(options.results, title, tabulate(runs, cases, options.turns), notes, runs, work=work)
     return status(runs, lambda row: row.startswith(OURS))

@@ -1,4 +1,4 @@
-"""Tokens/s beside llama.cpp with the same bits, limited to AVX2 and with all instructions.
+"""Tokens/s against llama.cpp with the same bits, limited to AVX2 and with all instructions.
 
 Of prompts, and of decoding without one; in turns, with the same number of threads. llama.cpp is its `llama-bench`
 (`--llama-avx2 FOLDER`, `--llama-all FOLDER`; without them only this project runs), on the file that `rabbitllm convert
@@ -48,7 +48,7 @@ BUSY_LIMIT = 2.5
 """How many times as long a token may take then."""
 AVX2, ALL = "AVX2", "all"
 LIMITS: Mapping[str, Mapping[str, str]] = {
-    AVX2: next(one.variables for one in SETS if one.name == "avx2"),
+    AVX2: next(instruction_set.variables for instruction_set in SETS if instruction_set.name == "avx2"),
     ALL: {},
 }
 """Instructions -> the environment of a process of this project that uses these."""
@@ -91,20 +91,20 @@ class SpeedRun(Run):
 def tabulate(runs: Sequence[SpeedRun], cases: Sequence[InstructionsCase], turns: int) -> report.Table:
     """A line a row."""
 
-    def beside(of: Callable[[SpeedRun], float]) -> Callable[[InstructionsCase, Sequence[SpeedRun]], str]:
-        def cell(case: InstructionsCase, found: Sequence[SpeedRun]) -> str:
+    def against_peer(of: Callable[[SpeedRun], float]) -> Callable[[InstructionsCase, Sequence[SpeedRun]], str]:
+        def cell(case: InstructionsCase, _: Sequence[SpeedRun]) -> str:
             return report.shown(speed_beside(runs, case, of)) if case.runner == OURS else ""
 
         return cell
 
-    def of_quiet(case: InstructionsCase, found: Sequence[SpeedRun]) -> str:
+    def of_quiet(case: InstructionsCase, _: Sequence[SpeedRun]) -> str:
         return report.shown(slower_when_busy(runs, case)) if case.runner == BUSY else ""
 
     columns: report.Columns[InstructionsCase, SpeedRun] = {
         "tokens/s": report.each(lambda run: 1 / run.token_seconds, 1),
-        "x llama.cpp": beside(lambda run: run.token_seconds),
+        "x llama.cpp": against_peer(lambda run: run.token_seconds),
         "prompt tokens/s": report.each(lambda run: 1 / run.prompt_seconds, 0),
-        "x llama.cpp, prompt": beside(lambda run: run.prompt_seconds),
+        "x llama.cpp, prompt": against_peer(lambda run: run.prompt_seconds),
         "x as long as quiet": of_quiet,
     }
     return report.tabulated(runs, {case.name: case for case in cases}, turns, columns)
@@ -144,12 +144,13 @@ def bench(program: Path, file: Path, prompt_tokens: int, tokens: int, threads: i
     sizes = ["-p", str(prompt_tokens), "-n", str(tokens), "-r", str(REPEATED), "-t", str(threads), "-ngl", "0"]
     command = [str(program), "-m", str(file), *sizes, "-o", "json"]
     try:
-        made = subprocess.run(command, capture_output=True, text=True, check=True)
+        process = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         said = str(getattr(error, "stderr", "") or error).strip().splitlines()[-1:]
         raise PeerError(f"{program} failed: {''.join(said)}") from error
-    found = {one["n_gen"] > 0: spread(1 / speed for speed in one["samples_ts"]) for one in json.loads(made.stdout)}
-    decoding, prompts = found.get(True), found.get(False)
+    results = json.loads(process.stdout)
+    spreads = {result["n_gen"] > 0: spread(1 / speed for speed in result["samples_ts"]) for result in results}
+    decoding, prompts = spreads.get(True), spreads.get(False)
     if decoding is None or prompts is None:
         raise PeerError(f"{program} gave no figures")
     return decoding.median, prompts.median
@@ -179,8 +180,8 @@ class Subjects:
 
     def file_of(self, model: str, scheme: str) -> Path:
         """llama.cpp's file."""
-        given = self.models[model]
-        return given if given.suffix == ".gguf" and scheme == NONE else self.folder / f"{model}-{scheme}.gguf"
+        original = self.models[model]
+        return original if original.suffix == ".gguf" and scheme == NONE else self.folder / f"{model}-{scheme}.gguf"
 
     def make(self, model: str, scheme: str, *, for_peer: bool) -> None:
         """Make layer files, and llama.cpp's file if it is asked for.
@@ -188,14 +189,15 @@ class Subjects:
         Raises:
             PeerError: it failed.
         """
-        given, place, compression = self.models[model], self.split_of(model, scheme), None if scheme == NONE else scheme
+        original, place = self.models[model], self.split_of(model, scheme)
+        compression = None if scheme == NONE else scheme
         if not place.exists():
-            make_layer_files(THIS, "rabbitllm", given, place, compression, self.work, f"{place.name}-split")
+            make_layer_files(THIS, "rabbitllm", original, place, compression, self.work, f"{place.name}-split")
         file = self.file_of(model, scheme)
         if for_peer and not file.exists():
-            kind = KINDS.get(scheme)
-            source = given if kind else next(path.parent for path in place.rglob("split.json"))
-            llama.write_file(source, file, kind or "auto")
+            ggml_type = KINDS.get(scheme)
+            source = original if ggml_type else next(path.parent for path in place.rglob("split.json"))
+            llama.write_file(source, file, ggml_type or "auto")
             os.sync()
             for written in (file, *place.rglob("*.safetensors")):  # cached neither, as a split leaves its files
                 with PositionalFile(written) as pages:
@@ -209,8 +211,8 @@ class Subjects:
         """
         if case.runner == PEER:
             file, program = self.file_of(case.model, case.scheme), self.programs[case.instructions]
-            found = bench(program, file, self.prompt_tokens, self.tokens, self.threads)
-            run.token_seconds, run.prompt_seconds = found
+            speeds = bench(program, file, self.prompt_tokens, self.tokens, self.threads)
+            run.token_seconds, run.prompt_seconds = speeds
             return
         job = {
             "task": "requests",
@@ -227,8 +229,8 @@ class Subjects:
 
         def asked(length: int, tokens: int) -> Outcome:
             prompts = [prompt(number, length, VOCABULARY) for number in range(1 + REPEATED)]
-            given = {**job, "prompts": prompts, "tokens": tokens}
-            return run_worker(THIS, given, self.work, f"{label}-{length}", [], more_variables=variables)
+            request = {**job, "prompts": prompts, "tokens": tokens}
+            return run_worker(THIS, request, self.work, f"{label}-{length}", [], more_variables=variables)
 
         with busy_cores() if case.runner == BUSY else contextlib.nullcontext():
             decoding, prompts = asked(1, self.tokens), asked(self.prompt_tokens, 2)
@@ -236,11 +238,11 @@ class Subjects:
         run.take(replace(decoding, answer={"token_seconds": decoding.answer["token_seconds"]}))
 
 
-def _named(given: str) -> tuple[str, Path]:
+def _named(word: str) -> tuple[str, Path]:
     """NAME=PATH, or a path whose last part is the name."""
-    name, _, path = given.rpartition("=")
-    found = Path(path).expanduser().absolute()
-    return name or found.stem, found
+    name, _, path = word.rpartition("=")
+    absolute = Path(path).expanduser().absolute()
+    return name or absolute.stem, absolute
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -277,9 +279,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def files(runner: str) -> None:
         if not subjects.models:  # llama.cpp needs a vocabulary
-            (made := folder / "checkpoint").mkdir()
+            (target := folder / "checkpoint").mkdir()
             checkpoint = make_checkpoint(options.work_dir, options.scale, "LlamaConfig")
-            subjects.models[cases[0].model] = llama.with_vocabulary(checkpoint, made)
+            subjects.models[cases[0].model] = llama.with_vocabulary(checkpoint, target)
         for case in cases:
             if case.runner == runner:
                 subjects.make(case.model, case.scheme, for_peer=runner == PEER)

@@ -80,7 +80,7 @@ COLUMNS: report.Columns[str, PredictRun] = {
     "predicted s/token": report.each(lambda run: run.predicted_token_seconds, 3),
     "measured s/token": report.each(lambda run: run.token_seconds, 3),
     "predicted / measured": report.each(lambda run: run.headline),
-    "within 25 %": lambda row, found: f"{sum(run.is_close for run in found)} of {len(found)}",
+    "within 25 %": lambda row, row_runs: f"{sum(run.is_close for run in row_runs)} of {len(row_runs)}",
     "first token predicted s": report.each(lambda run: run.predicted_first_token_seconds),
     "first token measured s": report.each(lambda run: run.first_token_seconds),
     "read a token, MB": report.each(lambda run: run.predicted_streamed_bytes, 0, 1e6),
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         workload.folder,
         lambda row: workload.prepare(ROWS[row][0], work, f"predict-{ROWS[row][0].files_name}"),
     )
-    kind, turns = " of a mixture of experts" if options.experts else "", command_line.turns(options)
-    title = f"Seconds a token{kind}, predicted and measured, {options.tokens} tokens, on the CPU, {turns}"
+    subject, turns = " of a mixture of experts" if options.experts else "", command_line.turns(options)
+    title = f"Seconds a token{subject}, predicted and measured, {options.tokens} tokens, on the CPU, {turns}"
     report.write(options.results, title, tabulate(runs, rows, options.turns), notes_on(runs), runs, work=work)
     return status(runs)

@@ -1,4 +1,4 @@
-"""Processor time of one token from the command line: `rabbitllm run` on a finished split beside a transformers script.
+"""Processor time of one token from the command line: `rabbitllm run` on a finished split, and a transformers script.
 
 Most of it is imports. The script loads the checkpoint that the splits are made of, uncompressed.
 
@@ -51,7 +51,7 @@ def tabulate(runs: Sequence[StartRun], rows: Sequence[str], turns: int) -> repor
     """A line a row."""
     columns: report.Columns[str, StartRun] = {
         "processor s": report.each(lambda run: run.core_seconds),
-        "of transformers": lambda row, found: report.shown(ratios(runs, row, REFERENCE)),
+        "of transformers": lambda row, _: report.shown(ratios(runs, row, REFERENCE)),
     }
     return report.tabulated(runs, {row: row for row in rows}, turns, columns)
 
@@ -63,10 +63,10 @@ def core_seconds(command: Sequence[str], environment: dict[str, str]) -> float:
         PeerError: it failed.
     """
     before = os.times()
-    made = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     after = os.times()
-    if made.returncode:
-        raise PeerError(f"exit status {made.returncode}: {made.stderr.strip()[-200:]}")
+    if process.returncode:
+        raise PeerError(f"exit status {process.returncode}: {process.stderr.strip()[-200:]}")
     return after.children_user + after.children_system - before.children_user - before.children_system
 
 
@@ -90,8 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def files(row: str) -> None:
         if row in SCHEMES:
-            place, given = folder / SCHEMES[row], None if SCHEMES[row] == "none" else SCHEMES[row]
-            make_layer_files(THIS, "rabbitllm", Path(model), place, given, options.work_dir, f"start-{place.name}")
+            place, scheme = folder / SCHEMES[row], None if SCHEMES[row] == "none" else SCHEMES[row]
+            make_layer_files(THIS, "rabbitllm", Path(model), place, scheme, options.work_dir, f"start-{place.name}")
         if not options.smallest:
             seconds(row)  # writes bytecode, and kernels that are not in numba's cache
 

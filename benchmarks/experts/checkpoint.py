@@ -128,7 +128,7 @@ def config_of(scale: MoeScale) -> Config:
     whole, layers = KINDS[scale.kind][0], scale.num_hidden_layers
     if scale.kind in ONE_ADDED:
         chosen["full_attention_interval"] = min(4, layers)
-    if scale.kind == "qwen4-exp":  # its n-grams begin anew after an end token: one that no text measured has
+    if scale.kind == "qwen4-exp":  # its n-grams begin again after an end token, which no measured text has
         chosen |= {"ple_layer_ids": [1], "ple_embed_dim": scale.hidden_size, "split_ngram_parts": 4}
         chosen |= {"ngram_vocab_size_base": 6 * scale.vocab_size}
     if scale.kind == "gpt-oss":
@@ -174,7 +174,7 @@ def passage(scale_name: str, habits: str, topic: int, piece: int, tokens: int) -
     scale = SCALES[scale_name]
     text = list(HABITS).index(habits) * (TEXTS // len(HABITS)) + topic
     start = piece * tokens % max(1, scale.text_tokens - tokens)
-    return [text * scale.text_tokens + start + at for at in range(tokens)]
+    return [text * scale.text_tokens + start + offset for offset in range(tokens)]
 
 
 def make_moe_checkpoint(work: Path, scale_name: str) -> Path:

@@ -118,10 +118,10 @@ class Workload:
             passage(self.scale, case.given, number % TOPICS, number // TOPICS, length)
             for number in range(count * self.sequences)
         ]
-        found = [passages[first : first + self.sequences] for first in range(0, len(passages), self.sequences)]
+        requests = [passages[first : first + self.sequences] for first in range(0, len(passages), self.sequences)]
         if warms_up and case.share is None:  # what a page's first use costs is not counted
-            found = [*found, *found[self.timed :]]
-        return found, len(found) - self.timed - self.counted(case) if warms_up else 0
+            requests = [*requests, *requests[self.timed :]]
+        return requests, len(requests) - self.timed - self.counted(case) if warms_up else 0
 
     @property
     def timed(self) -> int:
@@ -164,11 +164,12 @@ def measure(run: MoeRun, case: CappedCase, workload: Workload, work: Path) -> No
 
 def _ask_llama_cpp(run: MoeRun, case: CappedCase, workload: Workload, work: Path) -> None:
     (requests, warm_up), nbytes = workload.requests(case), room(workload.weights, case.share)
-    prompt, made, file = workload.prompt, workload.made(case), workload.files(case.runner)
+    prompt, new_tokens, file = workload.prompt, workload.made(case), workload.files(case.runner)
     drop_pages(file)
-    sizes = ["--ctx-size", str(prompt + made + 8), "--parallel", "1", "--threads", str(len(os.sched_getaffinity(0)))]
+    context, threads = str(prompt + new_tokens + 8), str(len(os.sched_getaffinity(0)))
+    sizes = ["--ctx-size", context, "--parallel", "1", "--threads", threads]
     arguments = ["--model", str(file), *sizes, "--no-webui", *RUNNERS[case.runner].options["arguments"]]
-    asked = {"n_predict": made, "temperature": 0, "cache_prompt": False, "ignore_eos": True, "return_tokens": True}
+    body = {"n_predict": new_tokens, "temperature": 0, "cache_prompt": False, "ignore_eos": True, "return_tokens": True}
     with contextlib.ExitStack() as held:
         cap = None
         if nbytes is not None:
@@ -176,16 +177,16 @@ def _ask_llama_cpp(run: MoeRun, case: CappedCase, workload: Workload, work: Path
         label, program = f"moe-{case.runner}-{case.share}-{run.turn}", llama.built(work, "llama-server")
         limits = {"seconds": RUN_LIMIT_SECONDS, "start_seconds": LLAMA_CPP_START_SECONDS}
         ask = held.enter_context(llama.serving(program, arguments, work, label, cap=cap, **limits))
-        answers = [ask("/completion", prompt=each[:prompt], **asked) for (each,) in requests]
+        answers = [ask("/completion", prompt=each[:prompt], **body) for (each,) in requests]
     times = [answer["timings"] for answer in answers[warm_up:]]
     run.first_token_seconds = statistics.median(each["prompt_ms"] for each in times) / 1000
-    run.token_seconds = statistics.fmean(each["predicted_ms"] / (made - 1) for each in times) / 1000
+    run.token_seconds = statistics.fmean(each["predicted_ms"] / (new_tokens - 1) for each in times) / 1000
     run.follows = [answer["tokens"] for answer in answers] == [each[prompt:] for (each,) in requests]
 
 
 def _generate(run: MoeRun, case: CappedCase, workload: Workload, work: Path) -> None:
     chosen, (requests, warm_up) = RUNNERS[case.runner], workload.requests(case)
-    prompt, made = workload.prompt, workload.made(case)
+    prompt, new_tokens = workload.prompt, workload.made(case)
     label = f"moe-{case.runner}-{case.given}-{case.share}-{run.turn}"
     offload = workload.folder / "offload"
     place = {"layer_shards_saving_path": str(workload.files(case.runner))}
@@ -200,7 +201,7 @@ def _generate(run: MoeRun, case: CappedCase, workload: Workload, work: Path) -> 
         "options": options,
         "offload_folder": str(offload),
         "prompts": [[passage[:prompt] for passage in request] for request in requests],
-        "tokens": made,
+        "tokens": new_tokens,
         "warm_up": warm_up,
         "counted": workload.counted(case),
         "probed": [] if case.share is None else [*map(str, workload.probed)],
@@ -237,15 +238,15 @@ def split_whole(scale: str, runner: Runner, place: Path, work: Path) -> None:
 
 def cases_of(rows: Sequence[str], shares: Sequence[int], habits: Sequence[str]) -> list[CappedCase]:
     """This project's rows with all habits, peers' rows with the first, since they read all experts anyway."""
-    found = [CappedCase(row, None, habits[0]) for row in UNCAPPED if row in rows]
+    cases = [CappedCase(row, None, habits[0]) for row in UNCAPPED if row in rows]
     for share in shares:
-        found += [
-            CappedCase(row, share, one)
+        cases += [
+            CappedCase(row, share, habit)
             for row in rows
-            for one in habits[: None if row in OURS else 1]
+            for habit in habits[: None if row in OURS else 1]
             if row != LLAMA_CPP  # it rewrites weights into memory of its own, and does not start
         ]
-    return found
+    return cases
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -335,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     title = f"A mixture of {experts}, with memory capped, on the CPU, {command_line.turns(options)}"
     touched = touched_bytes(scale) if options.shapes else None
     table = tabulate(runs, cases, options.turns, SCALES[scale].experts, touched)
-    bars = {one.name: (one.share, f"{one.runner}, {one.given}", one.runner in OURS) for one in cases}
+    bars = {case.name: (case.share, f"{case.runner}, {case.given}", case.runner in OURS) for case in cases}
     drawn = report.bars_by_cap(title, runs, bars)
     report.write(options.results, title, table, notes_on(runs, cases, touched), runs, work=work, picture=drawn)
     return status(runs, lambda row: row.startswith(OURS))

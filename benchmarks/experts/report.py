@@ -62,8 +62,8 @@ class MoeRun(Run):
 
     @property
     def hit_rate(self) -> float | None:
-        asked = self.hits + self.missed
-        return self.hits / asked if asked and self.slots else None
+        lookups = self.hits + self.missed
+        return self.hits / lookups if lookups and self.slots else None
 
 
 @dataclass(frozen=True)
@@ -111,23 +111,23 @@ def tabulate(
 
     def cached(of: Callable[[MoeRun], float], digits: int) -> Callable[[CappedCase, Sequence[MoeRun]], str]:
         column = report.each(of, digits, 0.01)
-        return lambda case, found: column(case, [run for run in found if run.hit_rate is not None])
+        return lambda case, row_runs: column(case, [run for run in row_runs if run.hit_rate is not None])
 
-    def read(case: CappedCase, found: Sequence[MoeRun]) -> str:
+    def read(case: CappedCase, row_runs: Sequence[MoeRun]) -> str:
         column = report.each(lambda run: statistics.fmean(run.step_bytes), 0, 1e6)
-        return column(case, [run for run in found if run.step_bytes])
+        return column(case, [run for run in row_runs if run.step_bytes])
 
     columns: report.Columns[CappedCase, MoeRun] = {
         "first token s": report.each(lambda run: run.first_token_seconds),
         "s/token": report.each(lambda run: run.token_seconds, 3),
         "tokens/s": report.each(lambda run: len(run.tokens[0] if run.tokens else [0]) / run.token_seconds, 1),
-        "x ours": lambda case, found: report.shown(ratios(runs, case.name, our_case_for(case, cases).name), 1),
+        "x ours": lambda case, _: report.shown(ratios(runs, case.name, our_case_for(case, cases).name), 1),
         "MB/token from disk": read,
-        "of missed experts'": lambda case, found: report.shown(spread(of_missed(runs, case))),
+        "of missed experts'": lambda case, _: report.shown(spread(of_missed(runs, case))),
         "cache, % of experts": cached(lambda run: run.slots / experts, 0),
         "hits %": cached(lambda run: run.hit_rate or 0.0, 1),
         "anon MiB over idle": report.ADDED_MEMORY,
-        "text right": lambda case, found: report.verdict([run.follows for run in found]),
+        "text right": lambda case, row_runs: report.verdict([run.follows for run in row_runs]),
     }
     limit = None if touched is None else Limit.of(runs, touched)
     if limit is not None:
@@ -135,7 +135,7 @@ def tabulate(
         def ours(
             column: Callable[[CappedCase, Sequence[MoeRun]], str],
         ) -> Callable[[CappedCase, Sequence[MoeRun]], str]:
-            return lambda case, found: column(case, found) if case.runner in OURS else ""
+            return lambda case, row_runs: column(case, row_runs) if case.runner in OURS else ""
 
         of_limit = report.each(lambda run: run.token_seconds / limit.seconds(run))
         columns = {**columns, "limit ms": ours(report.each(limit.seconds, 1, 1e-3)), "x limit": ours(of_limit)}
@@ -183,11 +183,11 @@ def notes_on(runs: Sequence[MoeRun], cases: Sequence[CappedCase], touched: int |
 
 def _time_of(runs: Sequence[MoeRun], case: CappedCase) -> list[str]:
     """A line with the profiler's stages of a step, in the median turn."""
-    found = sorted(good(runs, case.name), key=lambda run: run.token_seconds)
-    if not found or not found[len(found) // 2].stage_seconds:
+    sorted_runs = sorted(good(runs, case.name), key=lambda run: run.token_seconds)
+    if not sorted_runs or not sorted_runs[len(sorted_runs) // 2].stage_seconds:
         return []
-    run = found[len(found) // 2]
+    run = sorted_runs[len(sorted_runs) // 2]
     steps = len(run.step_seconds)
     stages = sorted(run.stage_seconds.items(), key=lambda item: -item[1])
-    told = ", ".join(f"{stage} {seconds / steps * 1000:.1f}" for stage, seconds in stages)
-    return [f"{case.name}, ms a step ({run.wall_seconds / steps * 1000:.1f} in the pass), threads added up: {told}."]
+    times = ", ".join(f"{stage} {seconds / steps * 1000:.1f}" for stage, seconds in stages)
+    return [f"{case.name}, ms a step ({run.wall_seconds / steps * 1000:.1f} in the pass), threads added up: {times}."]

@@ -84,9 +84,9 @@ def _drifting(random: np.random.Generator, tokens: int, dimensions: int, lasting
     """Vectors of unit variance, those `lasting` tokens apart correlated by 1/e."""
     kept = np.exp(-1 / lasting)
     drawn = random.standard_normal((tokens, dimensions))
-    found = np.empty_like(drawn)
+    vectors = np.empty_like(drawn)
     now = random.standard_normal(dimensions)
     for token in range(tokens):
         now = kept * now + np.sqrt(1 - kept * kept) * drawn[token]
-        found[token] = now
-    return found
+        vectors[token] = now
+    return vectors

@@ -161,10 +161,10 @@ def _address(log: Path, server: subprocess.Popen[bytes], limit: int) -> str:
 def _asked(address: str, index: int, limit: int) -> str:
     """The text of an answer."""
     body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 8, "temperature": 0, "stream": index < 2}
-    asked = urllib.request.Request(
+    request = urllib.request.Request(
         f"{address}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(asked, timeout=limit) as answer:
+    with urllib.request.urlopen(request, timeout=limit) as answer:
         content = answer.read().decode()
     if not body["stream"]:
         return str(json.loads(content)["choices"][0]["message"]["content"])

@@ -73,10 +73,10 @@ def gpus(place: Place) -> list[Any]:
 
 def watched(place: Place) -> contextlib.AbstractContextManager[Any]:
     """A context in which the devices of the tests check every operation and count memory."""
-    made: contextlib.AbstractContextManager[Any] = (
+    context: contextlib.AbstractContextManager[Any] = (
         _tests().watched() if place.is_rehearsal else contextlib.nullcontext()
     )
-    return made
+    return context
 
 
 def _tests() -> Any:
@@ -151,13 +151,13 @@ def copy_to(gpus: Sequence[Any], hosts: Sequence[torch.Tensor], buffers: Sequenc
 
 def facts(index: int) -> dict[str, Any]:
     """Name, memory, compute capability, CUDA, driver and link of a GPU."""
-    found = torch.cuda.get_device_properties(index)
-    which = ["-i", f"GPU-{found.uuid}"] if hasattr(found, "uuid") else []
+    properties = torch.cuda.get_device_properties(index)
+    which = ["-i", f"GPU-{properties.uuid}"] if hasattr(properties, "uuid") else []
     return {
-        "gpu": found.name,
-        "vram_gib": round(found.total_memory / 2**30, 1),
-        "vram_bytes": found.total_memory,
-        "compute_capability": f"{found.major}.{found.minor}",
+        "gpu": properties.name,
+        "vram_gib": round(properties.total_memory / 2**30, 1),
+        "vram_bytes": properties.total_memory,
+        "compute_capability": f"{properties.major}.{properties.minor}",
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         **link_of(_first_line(["nvidia-smi", f"--query-gpu={LINK_FIELDS}", "--format=csv,noheader", *which])),

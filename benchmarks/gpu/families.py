@@ -1,4 +1,4 @@
-"""Causal models of every type that can be built small, on a GPU beside the CPU: logits, tokens, drafts, batches.
+"""Causal models of every type that can be built small, on a GPU against the CPU: logits, tokens, drafts, batches.
 
 Processes share the types, each with a context of its own on the GPU. The first matrix products of a process take most
 of its time, so there are as many processes as cores, and at most `MOST_PROCESSES`.
@@ -82,8 +82,8 @@ class _Split:
         """A model in float32; on the CPU if `where` is None."""
         device, (budget, host) = (CpuDevice(), (ALL, ALL)) if where is None else (self.gpu, PLACES[where])
         limits = {"cpu": budget} if where is None else {device.name: budget, "cpu": host}
-        given = {"exact": True, "dtype": "float32", **options}
-        return load_model(self.folder, RunOptions(max_memory=limits, show_progress=False, **given), None, [device])
+        settings = {"exact": True, "dtype": "float32", **options}
+        return load_model(self.folder, RunOptions(max_memory=limits, show_progress=False, **settings), None, [device])
 
 
 def _compared(name: str, place: Place) -> Row:

@@ -1,5 +1,5 @@
 """Measurements on a GPU, in about ten minutes: kernels, models of every type, commands, copies, races, peaks of memory,
-and passes beside the link.
+and passes against the link.
 
     python -m benchmarks gpu [--only STEP ...] [--out FOLDER] [--again] [--seconds 580] [--list]
     python -m benchmarks gpu --rehearse
@@ -56,7 +56,7 @@ def what_is_missing(driver: Path = DRIVER) -> str | None:
         return None
     built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
     loaded = driver.exists()
-    found = f"torch {torch.__version__} {built}, and NVIDIA's driver is {'loaded' if loaded else 'not loaded'}"
+    finding = f"torch {torch.__version__} {built}, and NVIDIA's driver is {'loaded' if loaded else 'not loaded'}"
     if not loaded:
         remedy = (
             "use a machine with an NVIDIA GPU and its driver (on Kaggle and Colab: choose an accelerator in the "
@@ -69,7 +69,7 @@ def what_is_missing(driver: Path = DRIVER) -> str | None:
             "install a torch that is built with CUDA (https://pytorch.org/get-started says how), and run this again"
         )
     return (
-        f"Found no GPU: {found}.\n"
+        f"Found no GPU: {finding}.\n"
         "Needed: Linux, one NVIDIA GPU, its driver, and a torch that is built with CUDA.\n"
         f"What to do: {remedy}."
     )
@@ -134,8 +134,8 @@ def run_step(step: Step, folder: Path, is_rehearsal: bool, seconds: float) -> di
     else:
         is_over, status = _in_a_process(job, work, log, seconds)
     lines = rows.read_text(encoding="utf-8").splitlines(keepends=True) if rows.exists() else []
-    found = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be half a line
-    error = next((row[child.ERROR] for row in found if child.ERROR in row), None)
+    results = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be half a line
+    error = next((row[child.ERROR] for row in results if child.ERROR in row), None)
     if not is_over:
         error = f"Not over after {seconds:.0f} s."
     elif error is None and status:
@@ -145,7 +145,7 @@ def run_step(step: Step, folder: Path, is_rehearsal: bool, seconds: float) -> di
     return {
         "title": step.title,
         "seconds": taken,
-        "rows": [row for row in found if child.ERROR not in row],
+        "rows": [row for row in results if child.ERROR not in row],
         "error": error,
         "is_over": is_over,
     }
@@ -205,12 +205,12 @@ def page(results: Mapping[str, Any]) -> str:
     )
     facts = {**results["machine"], **results["versions"]}
     described = "; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in facts.items())
-    outcome = {name: "failed" if found["error"] else report.verdict([is_right(found)]) for name, found in steps.items()}
-    lines = [(name, found["title"], f"{found['seconds']:g}", outcome[name]) for name, found in steps.items()]
+    outcome = {name: "failed" if step["error"] else report.verdict([is_right(step)]) for name, step in steps.items()}
+    lines = [(name, step["title"], f"{step['seconds']:g}", outcome[name]) for name, step in steps.items()]
     parts = [title, described, report.Table(("step", "", "seconds", "as expected"), lines).markdown()]
-    for name, found in steps.items():
-        parts += [f"## {name}: {found['title']}", *(table.markdown() for table in tables(found["rows"]))]
-        parts += [f"```text\n{found['error'].rstrip()}\n```"] if found["error"] else []
+    for name, step in steps.items():
+        parts += [f"## {name}: {step['title']}", *(table.markdown() for table in tables(step["rows"]))]
+        parts += [f"```text\n{step['error'].rstrip()}\n```"] if step["error"] else []
     return "\n\n".join(parts) + "\n"
 
 
@@ -248,11 +248,11 @@ def run(steps: Sequence[Step], base: Path, *, is_rehearsal: bool, again: bool, s
         else:
             print(f"{step.name}: {step.title} …", flush=True)
             most = step.seconds
-            found = run_step(step, base.parent / base.name, is_rehearsal, min(most, left))
-            said = "as expected" if is_right(found) else found["error"] or "NOT as expected"
-            print(f"{step.name}: {found['seconds']:g} s, {said.splitlines()[-1]}", flush=True)
-            if found.pop("is_over") or left >= most:
-                results["steps"][step.name] = found
+            result = run_step(step, base.parent / base.name, is_rehearsal, min(most, left))
+            said = "as expected" if is_right(result) else result["error"] or "NOT as expected"
+            print(f"{step.name}: {result['seconds']:g} s, {said.splitlines()[-1]}", flush=True)
+            if result.pop("is_over") or left >= most:
+                results["steps"][step.name] = result
         _write(path, json.dumps(results, indent=1) + "\n")
         _write(base.with_suffix(".md"), page(results))
     print(f"Written: {base}.json and .md")
@@ -261,17 +261,19 @@ def run(steps: Sequence[Step], base: Path, *, is_rehearsal: bool, again: bool, s
 
 def _parser() -> argparse.ArgumentParser:
     names = [step.name for step in STEPS]
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--only", nargs="+", choices=names, default=names, metavar="STEP", help=f"of {', '.join(names)}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=names, metavar="STEP", help=f"of {', '.join(names)}"
+    )
     folder = command_line.WORK / "gpu"
-    made.add_argument(
+    parser.add_argument(
         "--out", dest="work_dir", type=Path, default=folder, help="for results, logs and, in turns, models; 20 GB"
     )
-    made.add_argument("--again", action="store_true", help="repeat steps that have a result")
-    made.add_argument("--seconds", type=float, help=f"for all steps (default: {TOTAL_SECONDS}; not of a rehearsal)")
-    made.add_argument("--list", action="store_true", help="show the steps")
-    made.add_argument("--rehearse", action="store_true", help="on the device of the tests, at tiny sizes")
-    return made
+    parser.add_argument("--again", action="store_true", help="repeat steps that have a result")
+    parser.add_argument("--seconds", type=float, help=f"for all steps (default: {TOTAL_SECONDS}; not of a rehearsal)")
+    parser.add_argument("--list", action="store_true", help="show the steps")
+    parser.add_argument("--rehearse", action="store_true", help="on the device of the tests, at tiny sizes")
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -288,5 +290,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     seconds = options.seconds or (float("inf") if options.rehearse else TOTAL_SECONDS)
     base = options.work_dir.resolve() / ("rehearsal" if options.rehearse else "gpu")
-    found = run(chosen, base, is_rehearsal=options.rehearse, again=options.again, seconds=seconds)["steps"]
-    return int(not all(step.name in found and is_right(found[step.name]) for step in chosen))
+    results = run(chosen, base, is_rehearsal=options.rehearse, again=options.again, seconds=seconds)["steps"]
+    return int(not all(step.name in results and is_right(results[step.name]) for step in chosen))

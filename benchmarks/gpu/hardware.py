@@ -28,8 +28,10 @@ PACKAGES = ("torch", "transformers", "accelerate", "bitsandbytes", "safetensors"
 
 def versions(place: Place) -> Iterator[Row]:
     """Packages, GPUs, and the rates of copies from pinned and from ordinary memory."""
-    found = versions_here(PACKAGES) | {"CUDA of torch": str(torch.version.cuda)}
-    yield from ({"package": name, "version": found.get(name, "not installed")} for name in (*PACKAGES, "CUDA of torch"))
+    installed = versions_here(PACKAGES) | {"CUDA of torch": str(torch.version.cuda)}
+    yield from (
+        {"package": name, "version": installed.get(name, "not installed")} for name in (*PACKAGES, "CUDA of torch")
+    )
     for number, gpu in enumerate(devices.gpus(place)):
         nbytes = MIB if place.is_rehearsal else 256 * MIB
         sources = {"pinned here": gpu.host_buffer(nbytes), "ordinary": torch.ones(nbytes, dtype=torch.uint8)}
@@ -37,10 +39,10 @@ def versions(place: Place) -> Iterator[Row]:
             free, total = torch.cuda.mem_get_info(number)
             yield {"GPU": gpu.name, **devices.facts(number), "free GiB": free / 2**30, "GiB": total / 2**30}
             sources["pinned by torch"] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        for kind, host in sources.items():
+        for memory, host in sources.items():
             down = devices.seconds_of([gpu], partial(host.copy_, gpu.device_buffer(nbytes)))
             rate = devices.copy_rate(gpu, nbytes, host)
-            yield {"GPU": gpu.name, "memory": kind, "GB/s to it": rate / 1e9, "GB/s back": nbytes / down / 1e9}
+            yield {"GPU": gpu.name, "memory": memory, "GB/s to it": rate / 1e9, "GB/s back": nbytes / down / 1e9}
 
 
 FORMS = ("4bit", "8bit", "Q4_K", "Q6_K")
@@ -68,8 +70,8 @@ def _quantized(gpu: Any, values: torch.Tensor) -> Iterator[Row]:
 
     for scheme in ("4bit", "8bit"):
         data = values.view(torch.uint8).numpy().data.cast("B")
-        made = [quantize_blocks(scheme, data, "BF16", where) for where in ("cpu", str(gpu.torch_device))]
-        differ = [np.frombuffer(a, np.uint8) != np.frombuffer(b, np.uint8) for a, b in zip(*made, strict=True)]
+        encoded = [quantize_blocks(scheme, data, "BF16", where) for where in ("cpu", str(gpu.torch_device))]
+        differ = [np.frombuffer(a, np.uint8) != np.frombuffer(b, np.uint8) for a, b in zip(*encoded, strict=True)]
         ours, zeros = int(differ[0].sum()), int(differ[0][: len(differ[0]) // len(values)].sum())
         row = {"quantized to": scheme, "bytes of codes": len(differ[0]), "differ": ours, "of them of zeros": zeros}
         yield row | {"bytes of scales": len(differ[1]), "of these differ": int(differ[1].sum())}
@@ -83,10 +85,10 @@ def _dequantized(gpu: Any, values: torch.Tensor) -> Iterator[Row]:
     from rabbitllm.quant.schemes import Quantized, code_values
 
     def compared(form: str, dtype: torch.dtype, sides: list[torch.Tensor]) -> Row:
-        expected, found = (one.cpu().float() for one in sides)
-        count, most = int((expected != found).sum()), float((expected - found).abs().max())
+        expected, actual = (side.cpu().float() for side in sides)
+        count, most = int((expected != actual).sum()), float((expected - actual).abs().max())
         named = {"dequantized": form, "to": str(dtype).removeprefix("torch.")}
-        return named | {"elements": found.numel(), "differ": count, "by at most": most, "ok": not count}
+        return named | {"elements": actual.numel(), "differ": count, "by at most": most, "ok": not count}
 
     random, places = RandomTensors(), (torch.device("cpu"), gpu.torch_device)
     codes, nothing = random.integers(0, 256, 4096), torch.empty(0)
@@ -96,8 +98,8 @@ def _dequantized(gpu: Any, values: torch.Tensor) -> Iterator[Row]:
     data = values.view(torch.uint8).numpy().data.cast("B")
     for scheme in FORMS:
         if scheme in ("4bit", "8bit"):
-            made = [bytearray(part) for part in quantize_blocks(scheme, data, "BF16", "cpu")]
-            payload, absmax = (torch.frombuffer(part, dtype=torch.uint8) for part in made)
+            parts = [bytearray(part) for part in quantize_blocks(scheme, data, "BF16", "cpu")]
+            payload, absmax = (torch.frombuffer(part, dtype=torch.uint8) for part in parts)
             absmax, table = absmax.view(torch.float32), code_values(scheme)
         else:
             payload, absmax, table = gguf_blocks.sample(scheme, values.numel(), random), nothing, nothing
@@ -121,7 +123,7 @@ def _products(gpu: Any, name: str, shape: tuple[int, int], dtype: torch.dtype) -
         x = torch.randn(max(INPUTS), columns, generator=generator).to(dtype)
         x = (x.abs() if signs == "one" else x).to(place)
         plain = replace(matrix, form=replace(form, dtype="float32")).dequantized(torch.float32)
-        expected = torch.cat([x.double() @ plain[at : at + 2048].double().T for at in range(0, rows, 2048)], dim=1)
+        expected = torch.cat([x.double() @ plain[top : top + 2048].double().T for top in range(0, rows, 2048)], dim=1)
         ways: dict[str, Callable[..., torch.Tensor]] = {
             "fused": matrix.linear,
             "dequantized": partial(_by_torch, matrix),
@@ -146,26 +148,26 @@ BLOCK_BYTES, MOST_BLOCKS = 494 * MIB, 43
 
 def pinned(place: Place) -> Iterator[Row]:
     """Pin blocks up to a limit or a refusal, copy from all of them, and fork a process meanwhile."""
-    found, block, most = devices.gpus(place), BLOCK_BYTES, min(MOST_BLOCKS, int(available_ram() * 0.7) // BLOCK_BYTES)
+    gpus, block, most = devices.gpus(place), BLOCK_BYTES, min(MOST_BLOCKS, int(available_ram() * 0.7) // BLOCK_BYTES)
     if place.is_rehearsal:
-        block, most, found[0].lockable = MIB, 8, 5 * MIB
+        block, most, gpus[0].lockable = MIB, 8, 5 * MIB
     held: list[torch.Tensor] = []
     refused, begun = "no", time.perf_counter()
     try:
         while len(held) < most:
-            held.append(found[0].host_buffer(block))
+            held.append(gpus[0].host_buffer(block))
     except (RuntimeError, MemoryError, OSError) as error:
         refused = str(error)
     taken = time.perf_counter() - begun
     row = {"blocks": len(held), "wanted": most, "GB": len(held) * block / 1e9, "seconds": taken}
     yield row | {"refused": refused, "ok": bool(held)}
-    for some in [*([gpu] for gpu in found), *([found] if len(found) > 1 else [])]:
+    for some in [*([gpu] for gpu in gpus), *([gpus] if len(gpus) > 1 else [])]:
         work = partial(devices.copy_to, some, held, [gpu.device_buffer(block) for gpu in some])
         rate = len(held) * block / devices.seconds_of(some, work, 2) / 1e9
         yield {"copies to": " and ".join(gpu.name for gpu in some), "GB/s": rate}
     yield _forked(len(held) * block)
     for buffer in held:
-        found[0].free_host_buffer(buffer)
+        gpus[0].free_host_buffer(buffer)
 
 
 def _forked(nbytes: int) -> Row:

@@ -52,8 +52,8 @@ def _load(folder: Path, gpus: Sequence[Any], budget: int, host: int, **options: 
 
 
 def _tiers(model: Any) -> str:
-    found = Counter(placed.tier.value for placed in (*model.placement.units, *model.placement.experts))
-    return ", ".join(f"{count} {tier}" for tier, count in found.items())
+    counts = Counter(placed.tier.value for placed in (*model.placement.units, *model.placement.experts))
+    return ", ".join(f"{count} {tier}" for tier, count in counts.items())
 
 
 def _ids(model: Any, tokens: int = 24, sequences: int = 1) -> torch.Tensor:
@@ -74,24 +74,24 @@ def races(place: Place) -> Iterator[Row]:
     for family in FAMILIES[:1] if place.is_rehearsal else FAMILIES:
         folder = place.work / f"checkpoint-{family}"
         sources[family] = folder if folder.exists() else build(folder, family, dtype=torch.bfloat16)
-    found = devices.gpus(place)
-    sets = [[gpu] for gpu in found] + ([found] if len(found) > 1 else [])
+    every_gpu = devices.gpus(place)
+    sets = [[gpu] for gpu in every_gpu] + ([every_gpu] if len(every_gpu) > 1 else [])
     with devices.watched(place), torch.inference_mode():
         for name, source in sources.items():
             try:
                 folder = _split(source, place.work / f"layers-{name}")
                 for gpus in sets[-1:] if place.is_rehearsal else sets:
                     yield from _late(name, folder, gpus, 2 if place.is_rehearsal else PASSES)
-                yield _interrupted(name, folder, found[0])
+                yield _interrupted(name, folder, every_gpu[0])
             except Exception:  # the other models may work
                 yield {"model": name, "failed": traceback.format_exc(), "ok": False}
 
 
 def _late(name: str, folder: Path, gpus: Sequence[Any], passes: int) -> Iterator[Row]:
     model = _load(folder, gpus, ALL, 0, exact=True)
-    made = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    nbytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     expected = model(_ids(model)).logits.cpu()
-    for budget, host in ((made - 1, 0), (0, ALL), (0, 0)):
+    for budget, host in ((nbytes - 1, 0), (0, ALL), (0, 0)):
         first = None
         for late in ("nothing", "copies", "layers"):
             model, different, changed = _load(folder, gpus, budget, host, exact=True), 0, 0
@@ -145,7 +145,7 @@ def little_vram(place: Place) -> Iterator[Row]:
     sized_model.write(part, place.work / "vram")
     weights = cap - min(cap // 8, MAX_MARGIN)
     for runner, host in (("accelerate", ALL), ("none", ALL), ("4bit", ALL), ("none", 0), ("4bit", 0)):
-        is_ours, found, said, copied = runner != "accelerate", Row(), None, 0
+        is_ours, figures, said, copied = runner != "accelerate", Row(), None, 0
         devices.limit(gpu, None if place.is_rehearsal else cap)
         devices.forget_peak(gpu)
         try:
@@ -153,15 +153,15 @@ def little_vram(place: Place) -> Iterator[Row]:
                 model = (
                     _streamed(place, "vram", runner, gpu, weights, host) if is_ours else _placed(place, gpu, weights)
                 )
-                found = passes.generate(model, 8, [] if host else [place.work])
+                figures = passes.generate(model, 8, [] if host else [place.work])
                 copied = passes.copied_bytes(model)
         except Exception:  # other rows may work
             said = traceback.format_exc()
-        expected = found.get("tokens") if not is_ours else expected
-        equal = found.get("tokens") == expected if runner == "none" and found else None
+        expected = figures.get("tokens") if not is_ours else expected
+        equal = figures.get("tokens") == expected if runner == "none" and figures else None
         held = devices.held(gpu)
         row: Row = {"runner": runner, "from": "pinned memory" if host else "layer files"}
-        row |= {"s/token": found.get("token_seconds"), "GiB held": held / GIB, "GB/token to it": copied / 1e9}
+        row |= {"s/token": figures.get("token_seconds"), "GiB held": held / GIB, "GB/token to it": copied / 1e9}
         row |= {"of the limit": held / cap, "tokens equal": equal, "failed": said}
         yield row | {"ok": said is None and equal is not False}
         shutil.rmtree(place.work / "offload", ignore_errors=True)
@@ -244,11 +244,11 @@ def whole(place: Place) -> Iterator[Row]:
 def _peaks(model: Any, gpu: Any, most: int, long: int) -> Iterator[Row]:
     """Of passes of one sequence, of several, of a long prompt; and again in half the memory of the last one."""
     cost, weights = _cost(model), devices.forget_peak(gpu)
-    last, found = f"a prompt of {long}", dict[str, torch.Tensor]()
+    last, answers = f"a prompt of {long}", dict[str, torch.Tensor]()
     generate = partial(model.generate, max_new_tokens=4, do_sample=False)
-    short, eight, one = _ids(model, 16), _ids(model, 16, 8), _ids(model, long)
+    short, eight, long_prompt = _ids(model, 16), _ids(model, 16, 8), _ids(model, long)
     works = {"one sequence": partial(generate, short), "2 beams": partial(generate, short, num_beams=2)}
-    works |= {"batch of 8": partial(generate, eight), last: partial(generate, one)}
+    works |= {"batch of 8": partial(generate, eight), last: partial(generate, long_prompt)}
     sizes = {"one sequence": (16, 1), "2 beams": (32, 2), "batch of 8": (128, 8), last: (long, 1)}
     taken, cases = 0, [*works, "in half of that", "one sequence, again"]
     for case in cases:
@@ -259,14 +259,14 @@ def _peaks(model: Any, gpu: Any, most: int, long: int) -> Iterator[Row]:
         name, said, begun = {cases[-2]: last, cases[-1]: cases[0]}.get(case, case), None, time.perf_counter()
         devices.forget_peak(gpu)
         try:
-            found[case] = works[name]().cpu()
+            answers[case] = works[name]().cpu()
         except NotEnoughMemoryError as error:
             said = error.problem[:120]
         taken = devices.peak(gpu) - weights
         tokens, sequences = sizes[name]
         row = {"weights": _tiers(model), "case": case, "seconds": time.perf_counter() - begun, "MiB": taken / MIB}
         is_right = case != cases[-1] or (
-            cases[0] in found and case in found and torch.equal(found[cases[0]], found[case])
+            cases[0] in answers and case in answers and torch.equal(answers[cases[0]], answers[case])
         )
         row |= {"estimated": cost.of(tokens, tokens, sequences) / MIB, "out of memory": said}
         yield row | {"ok": bool(said) == is_too_little and is_right}
@@ -311,7 +311,7 @@ STEPS = 30
 
 
 def overhead(place: Place) -> Iterator[Row]:
-    """Milliseconds of a token and of a layer where products take next to nothing, beside transformers' own model."""
+    """Milliseconds of a token and of a layer where products take next to nothing, against transformers' own model."""
     build: Any = importlib.import_module("tests.support.builders").build_checkpoint
     auto: Any = importlib.import_module("transformers").AutoModelForCausalLM
     gpu = devices.gpus(place)[0]
@@ -376,9 +376,9 @@ def forms(place: Place) -> Iterator[Row]:
 
 def _in_form(form: str, place: Place, nbytes: int) -> Path:
     """A split directory of the dense model or of one with experts."""
-    source, given = place.work / "dense", dict[str, Any](compression=None if form in ("none", "GGUF") else form)
+    source, options = place.work / "dense", dict[str, Any](compression=None if form in ("none", "GGUF") else form)
     if form == "auto":
-        given["max_disk"] = int(nbytes * AUTO_SHARE)
+        options["max_disk"] = int(nbytes * AUTO_SHARE)
     elif form == "GGUF":
         bare = place.work / "without-a-tokenizer"  # a GGUF file cannot have this model's
         shutil.copytree(source, bare, ignore=shutil.ignore_patterns("tokenizer*", "*.safetensors"))
@@ -387,23 +387,23 @@ def _in_form(form: str, place: Place, nbytes: int) -> Path:
         source = place.work / "dense.gguf"
         convert_to_gguf(str(bare), source, "q8_0", HubAccess(), max_disk=None, min_free=0)
     elif form == "experts":
-        source, given["compression"] = place.work / "experts", "4bit"
+        source, options["compression"] = place.work / "experts", "4bit"
         model = MODELS["tiny-moe" if place.is_rehearsal else "coder-next"]
         few = {} if place.is_rehearsal else {"num_experts": EXPERTS}
         model = _endless(model, **few)
         sized_model.write(checkpoint(model, 4 / model.layers), source)
     target = place.work / f"layers-{form}"
-    rabbitllm.AutoModel.from_pretrained(source, device="cpu", layer_shards_saving_path=target, **given)
+    rabbitllm.AutoModel.from_pretrained(source, device="cpu", layer_shards_saving_path=target, **options)
     return next(target.rglob("split.json")).parent
 
 
 def _paced(model: Any, expected: list[int] | None) -> Row:
     """Seconds of a token after the first, and the tokens."""
-    ids, taken, found = _ids(model), list[float](), list[int]()
+    ids, taken, tokens = _ids(model), list[float](), list[int]()
     for count in (1, 2, 1, TOKENS + 1):  # the first two load the kernels of a prompt and those of a token
         begun = time.perf_counter()
-        found = model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False)[0].tolist()
+        tokens = model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False)[0].tolist()
         taken.append(time.perf_counter() - begun)
-    equal = expected is None or found == expected
+    equal = expected is None or tokens == expected
     row = {"first token s": taken[0], "s/token": (taken[3] - taken[2]) / TOKENS}
-    return row | {"GB a pass": model.placement.uploaded_bytes / 1e9, "ok": equal, "tokens": found}
+    return row | {"GB a pass": model.placement.uploaded_bytes / 1e9, "ok": equal, "tokens": tokens}

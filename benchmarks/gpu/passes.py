@@ -34,9 +34,9 @@ def seconds_to_bring(model: Any, gpu: Any, cold: Sequence[Path] = ()) -> float:
         begun = time.perf_counter()
         for executor in model.streamer.executors.values():
             units = list(executor.follower)
-            for at, unit in enumerate(units):
+            for index, unit in enumerate(units):
                 loaded = executor.loader.take(unit)
-                executor.loader.prefetch([*units[at + 1 :], *units[:at]])
+                executor.loader.prefetch([*units[index + 1 :], *units[:index]])
                 executor.loader.give_back(loaded)
         gpu.synchronise()
         seconds = time.perf_counter() - begun

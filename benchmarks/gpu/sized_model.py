@@ -52,8 +52,8 @@ def model_of(gigabytes: float, *, tiny: bool = False) -> Checkpoint:
     """
     shape = _TINY if tiny else _SHAPE
     model = Model("", "", {**shape, "num_hidden_layers": 1}, {"do_sample": False}, models.qwen2, SHARD_BYTES, 0)
-    one, two = (sum(tensor.nbytes for tensor in models.qwen2({**shape, "num_hidden_layers": n})) for n in (1, 2))
-    return checkpoint(model, max(1, 1 + int((gigabytes * 1e9 - one) // (two - one))))
+    first, both = (sum(tensor.nbytes for tensor in models.qwen2({**shape, "num_hidden_layers": n})) for n in (1, 2))
+    return checkpoint(model, max(1, 1 + int((gigabytes * 1e9 - first) // (both - first))))
 
 
 def write(part: Checkpoint, folder: Path) -> None:

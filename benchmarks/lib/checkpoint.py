@@ -85,10 +85,10 @@ def make_checkpoint(
     It has no end-of-sequence token, so that every generation has the asked length, and a tokenizer with one word for
     each token, which some peers load.
     """
-    kind = "" if config_class == "Qwen2Config" else f"-{config_class.removesuffix('Config').lower()}"
+    suffix = "" if config_class == "Qwen2Config" else f"-{config_class.removesuffix('Config').lower()}"
     scale, settings = SCALES[scale_name], settings or {}
     recipe = {"shape": asdict(scale), "seed": SEED, **settings}
-    folder = work / f"checkpoint-{scale_name}{kind}"
+    folder = work / f"checkpoint-{scale_name}{suffix}"
     return made_once(folder, recipe, lambda empty: _write_model(empty, scale, config_class, settings))
 
 
@@ -97,7 +97,7 @@ def make_even_checkpoint(work: Path, scale_name: str) -> Path:
 
     The head finds for each token the next one of the vocabulary, by the embedding of that token, which the layers do
     not outweigh. So greedy generation counts up and repeats nothing; embeddings and routers are random, so each token
-    is routed anew in every layer.
+    is routed independently in every layer.
     """
     scale, settings = EVEN_SCALES[scale_name]
     recipe = {"shape": asdict(scale), "seed": SEED, **settings, "counts": True}
@@ -138,8 +138,8 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     words = tokenizers.models.WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0")
     wrapped = tokenizers.Tokenizer(words)
     wrapped.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made: Any = transformers.PreTrainedTokenizerFast(tokenizer_object=wrapped, unk_token="w0")
-    made.save_pretrained(folder)
+    tokenizer: Any = transformers.PreTrainedTokenizerFast(tokenizer_object=wrapped, unk_token="w0")
+    tokenizer.save_pretrained(folder)
 
 
 def shards(folder: Path) -> list[Path]:
@@ -152,14 +152,14 @@ def weight_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in shards(folder))
 
 
-def same_tensors(one: Path, other: Path) -> bool:
+def same_tensors(first: Path, second: Path) -> bool:
     """Whether the safetensors files of two folders hold the same tensors, bit for bit, in whichever files."""
-    return _tensors(one) == _tensors(other)
+    return _tensors(first) == _tensors(second)
 
 
 def _tensors(folder: Path) -> dict[str, tuple[str, list[int], memoryview]]:
     """Name -> dtype, shape and bytes (views of mapped files)."""
-    found = {}
+    tensors = {}
     for path in shards(folder):
         with path.open("rb") as file:
             view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -170,5 +170,5 @@ def _tensors(folder: Path) -> dict[str, tuple[str, list[int], memoryview]]:
         header.pop("__metadata__", None)
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
-            found[name] = (entry["dtype"], entry["shape"], view[start + begin : start + end])
-    return found
+            tensors[name] = (entry["dtype"], entry["shape"], view[start + begin : start + end])
+    return tensors

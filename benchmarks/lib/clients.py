@@ -79,7 +79,7 @@ async def level(url: str, bodies: list[dict[str, Any]], at_once: int, seconds: f
             task.cancel()
         await asyncio.gather(*clients, return_exceptions=True)
     if not pending:
-        took = max((at for noted in answers for at in noted["pieces"]), default=took)
+        took = max((moment for noted in answers for moment in noted["pieces"]), default=took)
     return {"answers": answers, "seconds": took}
 
 
@@ -87,8 +87,8 @@ def main() -> None:
     """Read the job, run it, write the answers."""
     job = json.load(sys.stdin)
     os.sched_setaffinity(0, job["cores"])
-    made = asyncio.run(level(job["url"], job["bodies"], job["at_once"], job["seconds"]))
-    json.dump(made, sys.stdout)
+    outcome = asyncio.run(level(job["url"], job["bodies"], job["at_once"], job["seconds"]))
+    json.dump(outcome, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -24,31 +24,31 @@ NEEDED_BYTES: Mapping[str, int] = {"full": 10 * 1000**3, "medium": 2 * 1000**3, 
 
 def parser(description: str | None, turns: int, rows: Sequence[str]) -> argparse.ArgumentParser:
     """The options of a benchmark of rows."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--turns", type=int, default=turns, help="how often each row is run (default: %(default)s)")
-    made.add_argument("--only", nargs="+", choices=rows, default=rows, metavar="ROW", help=f"of {', '.join(rows)}")
-    made.add_argument(
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=turns, help="how often each row is run (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", choices=rows, default=rows, metavar="ROW", help=f"of {', '.join(rows)}")
+    parser.add_argument(
         "--scale", choices=list(SCALES), default="full", help="other than full: try it out, the figures mean nothing"
     )
-    made.add_argument("--work-dir", type=Path, default=WORK, help="for environments, checkpoint and splits")
-    made.add_argument("--results", type=Path, help="file to write, without suffix (default: in benchmarks/results)")
-    return made
+    parser.add_argument("--work-dir", type=Path, default=WORK, help="for environments, checkpoint and splits")
+    parser.add_argument("--results", type=Path, help="file to write, without suffix (default: in benchmarks/results)")
+    return parser
 
 
-def parsed(made: argparse.ArgumentParser, arguments: Sequence[str] | None, **smallest: Any) -> argparse.Namespace:
+def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, **smallest: Any) -> argparse.Namespace:
     """Parse a command line, with `--smallest`: the size that shows that a benchmark runs.
 
     That size has 20 s of processor time, most of it for imports: the benchmark itself makes layer files, and workers
     import fewer libraries beforehand.
 
     Args:
-        made: the parser, without `--smallest`.
+        parser: the parser, without `--smallest`.
         arguments: None for those of the process.
-        smallest: options at that size, beside one turn, the scale "tiny" and a temporary work folder; they replace
+        smallest: options at that size, besides one turn, the scale "tiny" and a temporary work folder; they replace
             those of the command line, except rows of `only` that it leaves out.
     """
-    made.add_argument("--smallest", action="store_true", help="show that it runs: within seconds, writes nothing")
-    options = made.parse_args(arguments)
+    parser.add_argument("--smallest", action="store_true", help="show that it runs: within seconds, writes nothing")
+    options = parser.parse_args(arguments)
     if not options.smallest:
         return options
     print("Smallest size: the figures mean nothing, and all files are deleted at the end.", flush=True)
@@ -56,14 +56,14 @@ def parsed(made: argparse.ArgumentParser, arguments: Sequence[str] | None, **sma
     atexit.register(shutil.rmtree, work, ignore_errors=True)
     os.environ[SMALLEST] = "1"
     os.environ["OMP_NUM_THREADS"] = "1"  # with such small matrices, threads only wait for each other
-    given = vars(options)
+    fields = vars(options)
     folders = {"work_dir": work, "work": work / "work", "results": work / "figures"}
     values = {"turns": 1, "scale": "tiny", **folders, **smallest}
     if "only" in smallest:
         values["only"] = [row for row in smallest["only"] if row in options.only] or smallest["only"]
         left_out = ", ".join(row for row in options.only if row not in values["only"])
         print(f"Left out, since they need other packages or longer: {left_out or 'nothing'}.", flush=True)
-    given.update({name: value for name, value in values.items() if name in given})
+    fields.update({name: value for name, value in values.items() if name in fields})
     return options
 
 

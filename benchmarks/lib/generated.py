@@ -63,8 +63,8 @@ class Content:
     def pieces(self, position: int, nbytes: int, most: int = PIECE_BYTES) -> Iterator[memoryview]:
         """`nbytes` from `position` among the bytes of all tensors, as views of at most `most` bytes."""
         while nbytes > 0:
-            at = position % len(self.block)
-            piece = self.block[at : at + min(nbytes, most)]
+            offset = position % len(self.block)
+            piece = self.block[offset : offset + min(nbytes, most)]
             yield piece
             position, nbytes = position + len(piece), nbytes - len(piece)
 
@@ -89,11 +89,11 @@ class Content:
 def _normal_bfloat16(elements: int, scale: np.float32) -> npt.NDArray[np.uint16]:
     """Bits of normally distributed weights."""
     random = np.random.default_rng(SEED)
-    made = np.empty(elements, np.uint16)
+    bits = np.empty(elements, np.uint16)
     for start in range(0, elements, _DRAWN_AT_ONCE):
         count = min(_DRAWN_AT_ONCE, elements - start)
-        made[start : start + count] = bfloat16_bits(random.standard_normal(count, np.float32) * scale)
-    return made
+        bits[start : start + count] = bfloat16_bits(random.standard_normal(count, np.float32) * scale)
+    return bits
 
 
 def bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
@@ -141,12 +141,12 @@ def digests(checkpoint: Checkpoint, content: Weights, known: Path, threads: int 
     return Digests({name: held[key] for name, key in keys.items()}, nbytes, seconds, workers)
 
 
-def write_around(folder: Path, made: Checkpoint, vocab_size: int) -> None:
-    """Write the files of a checkpoint beside its shards: configs, index and tokenizer."""
+def write_around(folder: Path, checkpoint: Checkpoint, vocab_size: int) -> None:
+    """Write the files of a checkpoint that are not shards: configs, index and tokenizer."""
     files = {
-        "config.json": made.config,
-        "generation_config.json": made.model.generation_config,
-        "model.safetensors.index.json": made.index(),
+        "config.json": checkpoint.config,
+        "generation_config.json": checkpoint.model.generation_config,
+        "model.safetensors.index.json": checkpoint.index(),
     }
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")

@@ -52,9 +52,9 @@ def built(work: Path, name: str) -> Path:
     """
     python = interpreter(LLAMA_SERVER, work.absolute())
     folder = python.parent.parent / name
-    made = folder / name
-    if made.exists():
-        return made
+    program = folder / name
+    if program.exists():
+        return program
     print(f"Building {name} …", file=sys.stderr, flush=True)
     source = _unpacked(python, folder)
     cmake, ninja = (str(python.with_name(tool)) for tool in ("cmake", "ninja"))
@@ -64,10 +64,10 @@ def built(work: Path, name: str) -> Path:
     run_tool([cmake, "-S", str(source), "-B", str(build), "-G", "Ninja", *chosen], "cannot be built")
     jobs = str(max(len(os.sched_getaffinity(0)) // 2, 1))
     run_tool([cmake, "--build", str(build), "--target", name, "--parallel", jobs], "cannot be built")
-    shutil.copy((build / "bin" / name).resolve(), made)
+    shutil.copy((build / "bin" / name).resolve(), program)
     for leftover in (build, source.parent.parent):
         shutil.rmtree(leftover)
-    return made
+    return program
 
 
 def _unpacked(python: Path, folder: Path) -> Path:
@@ -130,7 +130,7 @@ def serving(
         yield ask
 
 
-def write_file(checkpoint: Path, path: Path, kind: str) -> Path:
+def write_file(checkpoint: Path, path: Path, ggml_type: str) -> Path:
     """Write the file, and return its path.
 
     llama.cpp loads no file without a vocabulary, and lacks the tokenizers of random models and of the bundled one. All
@@ -139,17 +139,17 @@ def write_file(checkpoint: Path, path: Path, kind: str) -> Path:
     Args:
         checkpoint: folder of safetensors, or a split directory.
         path: of the file.
-        kind: type of ggml, as "BF16".
+        ggml_type: as "BF16".
     """
     try:
-        _convert(checkpoint, path, kind)
+        _convert(checkpoint, path, ggml_type)
         has_vocabulary = GGUFReader(path).get_field("tokenizer.ggml.model") is not None
     except CorruptVocabularyError:
         has_vocabulary = False
     if not has_vocabulary:
         path.unlink(missing_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as made:
-            _convert(with_vocabulary(checkpoint, Path(made)), path, kind)
+        with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
+            _convert(with_vocabulary(checkpoint, Path(temporary)), path, ggml_type)
     return path
 
 
@@ -181,9 +181,10 @@ def write_by_llama_cpp(checkpoint: Path, path: Path, work: Path, more: Sequence[
     python = interpreter(LLAMA_SERVER, work.absolute())
     folder = python.parent.parent / "source"
     source = next(folder.glob("llama_cpp_python-*/vendor/llama.cpp"), None) or _unpacked(python, folder)
-    with tempfile.TemporaryDirectory(dir=path.parent) as made:
-        given = [str(with_vocabulary(checkpoint, Path(made))), "--outfile", str(path), "--outtype", "bf16", *more]
-        run_tool([sys.executable, "-c", _CONVERT, str(source), *given], "llama.cpp's converter failed")
+    with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
+        model = str(with_vocabulary(checkpoint, Path(temporary)))
+        arguments = [model, "--outfile", str(path), "--outtype", "bf16", *more]
+        run_tool([sys.executable, "-c", _CONVERT, str(source), *arguments], "llama.cpp's converter failed")
 
 
 def with_vocabulary(checkpoint: Path, folder: Path) -> Path:
@@ -204,8 +205,8 @@ def _link(file: Path, link: Path) -> None:
         shutil.copy(file, link)
 
 
-def _convert(checkpoint: Path, path: Path, kind: str) -> None:
-    convert_to_gguf(str(checkpoint), path, kind.lower(), HubAccess(), max_disk=None, min_free=0)
+def _convert(checkpoint: Path, path: Path, ggml_type: str) -> None:
+    convert_to_gguf(str(checkpoint), path, ggml_type.lower(), HubAccess(), max_disk=None, min_free=0)
 
 
 def _tokenizer(size: int) -> str:

@@ -31,11 +31,11 @@ def describe_machine(work: Path) -> dict[str, Any]:
 
 def versions_here(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
     """Of the interpreter that runs the benchmark, and of these packages if they are installed."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in packages:
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 
 def _field(path: str, name: str) -> str:

@@ -82,17 +82,17 @@ class DiskWatch:
 
     def allocated(self) -> int:
         """Bytes allocated now, to files with a name and to unlinked ones that the process holds."""
-        found = {
+        sizes = {
             (status.st_dev, status.st_ino): status.st_blocks * BLOCK_BYTES
             for folder in self.folders
             for _, status in files_below(folder)
         }
-        gone = self._known.keys() - found.keys()
+        gone = self._known.keys() - sizes.keys()
         if gone and self.pid is not None:
             held = _held_inodes(self.pid)
-            found |= {key: self._known[key] for key in gone if key[1] in held}
-        self._known = found
-        return sum(found.values())
+            sizes |= {key: self._known[key] for key in gone if key[1] in held}
+        self._known = sizes
+        return sum(sizes.values())
 
 
 def _held_inodes(pid: int) -> set[int]:
@@ -225,13 +225,13 @@ def drop_pages(path: Path) -> None:
 def copy_files(source: Path, target: Path) -> None:
     """Copy a folder with `cp`, every byte, without fsync."""
     command = ["cp", "-r", "--reflink=never", str(source), str(target)]
-    made = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-    if made.returncode:
-        raise SystemExit(f"cp -r --reflink=never failed (it must be that of GNU coreutils): {made.stderr.strip()}")
+    process = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    if process.returncode:
+        raise SystemExit(f"cp -r --reflink=never failed (it must be that of GNU coreutils): {process.stderr.strip()}")
 
 
 def fresh_copy(source: Path, target: Path) -> None:
-    """Copy a folder anew, onto the disk and out of the page cache."""
+    """Replace `target` by a copy of a folder, on the disk and out of the page cache."""
     shutil.rmtree(target, ignore_errors=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     copy_files(source, target)
@@ -274,13 +274,15 @@ def read_speed(files: Sequence[Path], most: int) -> float:
 
     0 where no file has a whole chunk.
     """
-    chunks = [(path, at) for path in files for at in range(0, path.stat().st_size - CHUNK_BYTES + 1, CHUNK_BYTES)]
+    chunks = [
+        (path, offset) for path in files for offset in range(0, path.stat().st_size - CHUNK_BYTES + 1, CHUNK_BYTES)
+    ]
     chunks = chunks[: max(most // CHUNK_BYTES, 1)]
     descriptors = {path: os.open(path, os.O_RDONLY | os.O_DIRECT) for path, _ in chunks}
 
     def read(part: int) -> int:
         buffer = page_aligned(CHUNK_BYTES)
-        return sum(os.preadv(descriptors[path], [buffer], at) for path, at in chunks[part::THREADS])
+        return sum(os.preadv(descriptors[path], [buffer], offset) for path, offset in chunks[part::THREADS])
 
     try:
         start = time.perf_counter()

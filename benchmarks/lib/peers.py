@@ -86,7 +86,7 @@ LLAMA_SERVER = Environment("llama-server-0.3.36", ("cmake>=3.28", "ninja"))
 
 
 def interpreter(environment: Environment, work: Path) -> Path:
-    """The interpreter of an environment, which is made anew if its pins have changed.
+    """The interpreter of an environment, which is made again if its pins have changed.
 
     pip's own configuration decides which build of torch is installed.
 
@@ -184,13 +184,13 @@ def run_worker(
     """
     seconds = RUN_LIMIT_SECONDS if limit_seconds is None or SMALLEST in os.environ else limit_seconds
     of_process = variables(environment, work) | dict(more_variables or {})
-    given: dict[str, Any] = {"variables": of_process, "stop_seconds": seconds, "cap": None}
+    settings: dict[str, Any] = {"variables": of_process, "stop_seconds": seconds, "cap": None}
     command = worker_command(environment, job, work)
     with contextlib.ExitStack() as held:
         if cap_bytes is not None:
             group = held.enter_context(control_group(f"rabbitllm-benchmark-{os.getpid()}"))
-            given["cap"] = Cap(group, cap_bytes)
-        idle = held.enter_context(idle_process(command, work, label, cold, **given))
+            settings["cap"] = Cap(group, cap_bytes)
+        idle = held.enter_context(idle_process(command, work, label, cold, **settings))
         sampler = held.enter_context(Sampler(watched, idle.process.pid))
         idle.go()
         answer = idle.message()

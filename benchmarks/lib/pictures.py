@@ -33,8 +33,8 @@ def bars(title: str, unit: str, rows: Iterable[tuple[str, str, Spread | None, bo
         rows: group, name, figures (None for a row that failed), and whether it is this project's.
     """
     groups: dict[str, list[dict[str, Any]]] = {}
-    for group, name, found, is_ours in rows:
-        figures = None if found is None else [found.median, found.low, found.high]
+    for group, name, spread, is_ours in rows:
+        figures = None if spread is None else [spread.median, spread.low, spread.high]
         groups.setdefault(group, []).append({"name": name, "figures": figures, "ours": is_ours})
     for own in groups.values():
         own.sort(key=lambda bar: bar["figures"] or [float("inf")])
@@ -49,8 +49,8 @@ def lines(title: str, across: str, upwards: str, drawn: Mapping[str, tuple[Mappi
         across, upwards: the axes.
         drawn: name -> points, and whether it is this project's.
     """
-    made = [{"name": name, "points": sorted(found.items()), "ours": ours} for name, (found, ours) in drawn.items()]
-    return {"kind": "lines", "title": title, "across": across, "upwards": upwards, "lines": made}
+    content = [{"name": name, "points": sorted(points.items()), "ours": ours} for name, (points, ours) in drawn.items()]
+    return {"kind": "lines", "title": title, "across": across, "upwards": upwards, "lines": content}
 
 
 def points(title: str, across: str, upwards: str, drawn: Mapping[str, Sequence[tuple[str, float, float]]]) -> Picture:
@@ -71,11 +71,11 @@ def panels(title: str, drawn: Mapping[str, tuple[str, Sequence[tuple[str, Mappin
         title: of the picture.
         drawn: title -> the axis across, and of each line its name, its points and whether it is dashed.
     """
-    made = {
-        heading: {"across": across, "lines": [[name, sorted(found.items()), dashed] for name, found, dashed in found_]}
-        for heading, (across, found_) in drawn.items()
+    content = {
+        heading: {"across": across, "lines": [[name, sorted(points.items()), dashed] for name, points, dashed in rows]}
+        for heading, (across, rows) in drawn.items()
     }
-    return {"kind": "panels", "title": title, "panels": made}
+    return {"kind": "panels", "title": title, "panels": content}
 
 
 def areas(
@@ -118,9 +118,9 @@ def redraw(results: Path) -> list[Path]:
         SystemExit: the results have no picture.
     """
     held = json.loads(results.read_text(encoding="utf-8"))
-    found = {results.stem: held.get("picture")}
-    found |= {f"{results.stem}-{name}": picture for name, picture in held.get("pictures", {}).items()}
-    drawn = {results.with_name(f"{name}.svg"): picture for name, picture in found.items() if picture is not None}
+    by_name = {results.stem: held.get("picture")}
+    by_name |= {f"{results.stem}-{name}": picture for name, picture in held.get("pictures", {}).items()}
+    drawn = {results.with_name(f"{name}.svg"): picture for name, picture in by_name.items() if picture is not None}
     if not drawn:
         raise SystemExit(f"{results.name} has no picture.")
     for path, picture in drawn.items():
@@ -129,20 +129,20 @@ def redraw(results: Path) -> list[Path]:
 
 
 def _bars(figure: Any, picture: Picture) -> None:
-    counts = [len(found) for found in picture["groups"].values()]
+    counts = [len(group) for group in picture["groups"].values()]
     figure.set_size_inches(9.0, 0.26 * (sum(counts) + 3 * len(counts)) + 0.6)
     every = figure.subplots(len(counts), 1, height_ratios=counts, sharex=True, squeeze=False)[:, 0]
-    for axes, (heading, found) in zip(every, picture["groups"].items(), strict=True):
-        for at, bar in enumerate(found):
+    for axes, (heading, group) in zip(every, picture["groups"].items(), strict=True):
+        for row, bar in enumerate(group):
             if bar["figures"] is None:
-                axes.text(0.01, at, "failed", transform=axes.get_yaxis_transform(), va="center", color="#777777")
+                axes.text(0.01, row, "failed", transform=axes.get_yaxis_transform(), va="center", color="#777777")
                 continue
             median, low, high = bar["figures"]
-            axes.barh(at, median, color=_OURS if bar["ours"] else "#B8B8B8", height=0.72)
-            axes.plot([low, high], [at, at], color="black", linewidth=1)
-            axes.text(high * 1.06, at, f"{median:.3g}", va="center", fontsize=8)
-        axes.set_yticks(range(len(found)), [bar["name"] for bar in found], fontsize=9)
-        axes.set_ylim(len(found) - 0.5, -0.5)  # downwards, with room for a row that failed
+            axes.barh(row, median, color=_OURS if bar["ours"] else "#B8B8B8", height=0.72)
+            axes.plot([low, high], [row, row], color="black", linewidth=1)
+            axes.text(high * 1.06, row, f"{median:.3g}", va="center", fontsize=8)
+        axes.set_yticks(range(len(group)), [bar["name"] for bar in group], fontsize=9)
+        axes.set_ylim(len(group) - 0.5, -0.5)  # downwards, with room for a row that failed
         axes.set_xscale("log")
         axes.set_title(heading, loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
@@ -160,12 +160,12 @@ def _lines(figure: Any, picture: Picture) -> None:
     numbers = sorted({number for line in picture["lines"] for number, _ in line["points"]})
     others = 0
     for line in picture["lines"]:
-        along, at = zip(*line["points"], strict=True)
+        along, values = zip(*line["points"], strict=True)
         if line["ours"]:
-            axes.plot(along, at, "-", marker="o", color=_OURS, linewidth=2)
-            axes.plot(along, [at[0] * number / along[0] for number in along], ":", color=_OURS, linewidth=0.8)
+            axes.plot(along, values, "-", marker="o", color=_OURS, linewidth=2)
+            axes.plot(along, [values[0] * number / along[0] for number in along], ":", color=_OURS, linewidth=0.8)
         else:
-            axes.plot(along, at, _STYLES[others % 4], marker=_MARKS[others % 8], color=_OTHERS, linewidth=1.2)
+            axes.plot(along, values, _STYLES[others % 4], marker=_MARKS[others % 8], color=_OTHERS, linewidth=1.2)
             others += 1
     lowest = 0.0
     for line in sorted(picture["lines"], key=lambda line: line["points"][-1][1]):  # no name covers another
@@ -190,14 +190,14 @@ def _points(figure: Any, picture: Picture) -> None:
     axes.set_yscale("log")
     colours, places = ("#0072B2", "#56B4E9", "#D55E00", "#555555"), ((0, -14), (-5, 6), (0, 7), (7, -3))
     sides = ("center", "right", "center", "left")
-    for number, (maker, found) in enumerate(picture["makers"].items()):
-        own, colour = sorted(found, key=lambda point: point[1]), colours[number]
+    for number, (maker, points) in enumerate(picture["makers"].items()):
+        own, colour = sorted(points, key=lambda point: point[1]), colours[number]
         style = "-" if number == 0 else "none"
         across, upwards = [point[1] for point in own], [point[2] for point in own]
         axes.plot(across, upwards, marker=_MARKS[number], color=colour, label=maker, linestyle=style)
-        for name, *at in own:
+        for name, *position in own:
             about = {"fontsize": 8, "color": colour, "ha": sides[number], "textcoords": "offset points"}
-            axes.annotate(name, at, places[number], **about)
+            axes.annotate(name, position, places[number], **about)
     axes.margins(x=0.16, y=0.1)
     axes.grid(color="#E4E4E4", linewidth=0.8)
     axes.legend(frameon=False)
@@ -208,18 +208,18 @@ def _panels(figure: Any, picture: Picture) -> None:
     from matplotlib.ticker import FuncFormatter, NullLocator, StrMethodFormatter
 
     figure.set_size_inches(11.0, 8.0)
-    found = picture["panels"]
-    names = list(dict.fromkeys(name for panel in found.values() for name, _, _ in panel["lines"]))
-    every = figure.subplots(-(-len(found) // 2), 2, squeeze=False).flat
-    for axes, (title, panel) in zip(every, found.items(), strict=False):
+    panels = picture["panels"]
+    names = list(dict.fromkeys(name for panel in panels.values() for name, _, _ in panel["lines"]))
+    every = figure.subplots(-(-len(panels) // 2), 2, squeeze=False).flat
+    for axes, (title, panel) in zip(every, panels.items(), strict=False):
         axes.set_xscale("log")
         axes.set_yscale("log")
         for name, along, dashed in panel["lines"]:
             if along:
-                at = names.index(name)
+                index = names.index(name)
                 style = {"linestyle": "--" if dashed else "-", "label": None if dashed else name, "linewidth": 1.3}
-                mark = {"marker": _MARKS[at % 8], "markersize": 3.5, "color": _COLOURS[at % 4]}
-                axes.plot([one[0] for one in along], [one[1] for one in along], **style, **mark)
+                mark = {"marker": _MARKS[index % 8], "markersize": 3.5, "color": _COLOURS[index % 4]}
+                axes.plot([point[0] for point in along], [point[1] for point in along], **style, **mark)
         axes.set_title(title, loc="left", fontsize=10)
         axes.set_xlabel(panel["across"])
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
@@ -237,8 +237,8 @@ def _areas(figure: Any, picture: Picture) -> None:
     axes.stackplot(picture["seconds"], *picture["parts"].values(), labels=list(picture["parts"]), colors=colours)
     for number, (name, value) in enumerate(picture["levels"].items()):
         axes.axhline(value, linestyle="--", color=("#777777", "#208040")[number % 2], label=name)
-    for at, moment in enumerate(picture["marks"]):
-        axes.axvline(moment, linestyle=":", color="#b03030", label=None if at else "kill")
+    for index, moment in enumerate(picture["marks"]):
+        axes.axvline(moment, linestyle=":", color="#b03030", label=None if index else "kill")
     axes.legend(fontsize=8, frameon=False)
     _name(axes, {"across": "seconds", "upwards": "GB"})
 

@@ -33,10 +33,10 @@ def run_tool(command: Sequence[str], failed: str, environment: Mapping[str, str]
     Raises:
         PeerError: `failed`, and the last line of the program's output.
     """
-    made = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if made.returncode:
-        lines = (made.stderr or made.stdout).strip().splitlines()
-        raise PeerError(f"{failed}: {lines[-1] if lines else f'exit status {made.returncode}'}")
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if process.returncode:
+        lines = (process.stderr or process.stdout).strip().splitlines()
+        raise PeerError(f"{failed}: {lines[-1] if lines else f'exit status {process.returncode}'}")
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def checkpoint(model: Model, scale: float) -> Checkpoint:
 
 
 def max_disk(model: Model, part: Checkpoint) -> int:
-    """Bytes that a split of a part of a model may take: its layer files, and the whole model's room beside them.
+    """Bytes that a split of a part of a model may take: its layer files, and the whole model's room besides.
 
     The shards of a part are as large as those of the whole, so under this limit it behaves like the whole.
     """
@@ -167,13 +167,13 @@ def max_disk(model: Model, part: Checkpoint) -> int:
 
 def _shard(name: str, tensors: list[Tensor], position: int) -> Shard:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
+    offset = 0
     for tensor in tensors:
-        end = at + tensor.nbytes
-        entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, end]}
-        at = end
+        end = offset + tensor.nbytes
+        entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
     raw = json.dumps(entries, separators=(",", ":")).encode()
     raw = raw.ljust(math.ceil(len(raw) / _HEADER_ALIGNMENT) * _HEADER_ALIGNMENT)
     header = len(raw).to_bytes(8, "little") + raw
     placed = (Placed(t, len(header) + entries[t.name]["data_offsets"][0]) for t in tensors)
-    return Shard(name, header, tuple(placed), len(header) + at, position)
+    return Shard(name, header, tuple(placed), len(header) + offset, position)

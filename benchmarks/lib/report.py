@@ -80,14 +80,14 @@ def tabulated(
     """
     lines = []
     for name, case in cases.items():
-        found = good(runs, name)
-        lines.append((name, f"{len(found)}/{turns}", *(cell(case, found) for cell in columns.values())))
+        row_runs = good(runs, name)
+        lines.append((name, f"{len(row_runs)}/{turns}", *(cell(case, row_runs) for cell in columns.values())))
     return Table(("row", "ok", *columns), lines)
 
 
 def each(of: Callable[[Any], float], digits: int = 2, unit: float = 1.0) -> Callable[[Any, Sequence[Any]], str]:
     """A column of a figure of each run."""
-    return lambda case, found: shown(spread(of(run) for run in found), digits, unit)
+    return lambda case, row_runs: shown(spread(of(run) for run in row_runs), digits, unit)
 
 
 ADDED_MEMORY = each(lambda run: run.anonymous_added, 0, 2**20)
@@ -108,11 +108,11 @@ def shown(figures: Spread | None, digits: int = 2, unit: float = 1.0) -> Shown:
     """ "median (lowest-highest)", or a dash for nothing."""
     if figures is None:
         return Shown("-")
-    found = {name: value / unit for name, value in asdict(figures).items()}
-    median, low, high = (f"{value:.{digits}f}" for value in found.values())
-    made = Shown(f"{median} ({low}-{high})")
-    made.figures = found
-    return made
+    values = {name: value / unit for name, value in asdict(figures).items()}
+    median, low, high = (f"{value:.{digits}f}" for value in values.values())
+    text = Shown(f"{median} ({low}-{high})")
+    text.figures = values
+    return text
 
 
 def bars_by_cap(
@@ -207,13 +207,13 @@ def write(
         "versions": versions,
         "notes": [*notes, *([f"Load average at the start of the runs: {shown(loads)}."] if loads else [])],
         "rows": table.figures(),
-        "more": {heading: one.figures() for heading, one in (more or {}).items()},
+        "more": {heading: further.figures() for heading, further in (more or {}).items()},
         "runs": raw,
         "picture": picture,
         **facts,
     }
-    for heading, one in {title: table, **(more or {})}.items():
-        print(f"\n{heading}\n\n{one.text()}")
+    for heading, content in {title: table, **(more or {})}.items():
+        print(f"\n{heading}\n\n{content.text()}")
     print("", *everything["notes"], sep="\n")
     base.parent.mkdir(parents=True, exist_ok=True)
     base.with_name(base.name + ".md").write_text(page(everything), encoding="utf-8")
@@ -231,7 +231,7 @@ _NUMBERS = re.compile(rf"\[\s+({_NUMBER}(?:,\s+{_NUMBER})*)\s+\]")
 def dumped(results: Mapping[str, Any]) -> str:
     """JSON with a list of numbers in one line."""
     text = json.dumps(results, indent=1, default=str)
-    return _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
+    return _NUMBERS.sub(lambda match: f"[{' '.join(match[1].split())}]", text) + "\n"
 
 
 def page(results: Mapping[str, Any]) -> str:
@@ -239,7 +239,7 @@ def page(results: Mapping[str, Any]) -> str:
     facts = {"date": results["date"], **results["machine"]}
     parts = [f"# {results['title']}", "; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in facts.items())]
     for heading, rows in {"": results["rows"], **results["more"]}.items():
-        table = Table(list(rows[0]) if rows else [], [[_cell(one) for one in row.values()] for row in rows])
+        table = Table(list(rows[0]) if rows else [], [[_cell(value) for value in row.values()] for row in rows])
         parts += [*([f"## {heading}"] if heading else []), table.markdown()]
     parts.append("\n".join(f"* {line}" for line in ["Median (lowest-highest).", *results["notes"]]))
     return "\n\n".join(parts) + "\n"

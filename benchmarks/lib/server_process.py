@@ -182,8 +182,8 @@ def served(
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = worker_command(environment, {**job, "task": "serve", "port": port, "cores": cores()[0]}, work)
-    given: dict[str, Any] = {"variables": variables(environment, work), "cap": cap, "stop_seconds": None}
-    with idle_process(command, work, label, cold, **given) as idle:
+    of_process = variables(environment, work)
+    with idle_process(command, work, label, cold, variables=of_process, cap=cap, stop_seconds=None) as idle:
         try:
             with Sampler((), idle.process.pid) as sampler:
                 begun = time.perf_counter()
@@ -200,9 +200,9 @@ def served(
 def free_port() -> int:
     """A port without a listener, below those that a system gives to connections: none takes it meanwhile."""
     while True:
-        with socket.socket() as found, contextlib.suppress(OSError):
+        with socket.socket() as probe, contextlib.suppress(OSError):
             port = random.SystemRandom().randrange(10_240, 32_768)
-            found.bind(("127.0.0.1", port))
+            probe.bind(("127.0.0.1", port))
             return port
 
 
@@ -237,7 +237,7 @@ def asked(url: str, bodies: Sequence[Mapping[str, Any]], at_once: int, seconds: 
         PeerError: the clients failed.
     """
     job = {"url": url, "bodies": list(bodies), "at_once": at_once, "seconds": seconds, "cores": cores()[1]}
-    made = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-P", "-m", "benchmarks.lib.clients"],
         input=json.dumps(job),
         capture_output=True,
@@ -245,7 +245,7 @@ def asked(url: str, bodies: Sequence[Mapping[str, Any]], at_once: int, seconds: 
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         check=False,
     )
-    if made.returncode:
-        raise PeerError(f"the clients failed: {made.stderr.strip().splitlines()[-1:]}")
-    found = json.loads(made.stdout)
-    return Level(at_once, tuple(Answer.of(noted) for noted in found["answers"]), found["seconds"])
+    if process.returncode:
+        raise PeerError(f"the clients failed: {process.stderr.strip().splitlines()[-1:]}")
+    reply = json.loads(process.stdout)
+    return Level(at_once, tuple(Answer.of(noted) for noted in reply["answers"]), reply["seconds"])

@@ -160,27 +160,27 @@ def requests(job: dict[str, Any]) -> dict[str, Any]:
     if job.get("endless"):
         model.generation_config.eos_token_id = None
     loaded = time.perf_counter() - start
-    made, rates, last = list[dict[str, Any]](), list[float](), len(job["prompts"]) - job.get("counted", 0)
-    for number, given in enumerate(job["prompts"]):
+    answers, rates, last = list[dict[str, Any]](), list[float](), len(job["prompts"]) - job.get("counted", 0)
+    for number, prompts in enumerate(job["prompts"]):
         if hasattr(model, "profiler"):  # only now: with clocks around resident layers each is a call of its own
             model.profiler.enabled = number >= last
         if "probed" in job and job["warm_up"] <= number < last:
             rates.append(_rate(job["probed"]))
             time.sleep(0.5)  # else the engine could take the threads of that for other work (`openmp.look`)
-        made.append(generate(model, given, job["tokens"], Clock()))
-    counted = made[job["warm_up"] : last]
-    steps = [seconds for one in counted for seconds in one["step_seconds"]]
+        answers.append(generate(model, prompts, job["tokens"], Clock()))
+    counted = answers[job["warm_up"] : last]
+    steps = [seconds for answer in counted for seconds in answer["step_seconds"]]
     probed = {"disk_speed" if job["probed"] else "memory_speed": statistics.median(rates)} if rates else {}
     return (
         _experts(model)
         | probed
         | {
             "load_seconds": loaded,
-            "first_token_seconds": statistics.median(one["first_token_seconds"] for one in counted),
+            "first_token_seconds": statistics.median(answer["first_token_seconds"] for answer in counted),
             "step_seconds": steps,
-            "step_bytes": [nbytes for one in counted for nbytes in one["step_bytes"]],
+            "step_bytes": [nbytes for answer in counted for nbytes in answer["step_bytes"]],
             "token_seconds": statistics.fmean(steps),
-            "tokens": [one["tokens"] for one in made],
+            "tokens": [answer["tokens"] for answer in answers],
             "threads": counted[0]["threads"],
             "placed": _placed(model),
         }
@@ -292,13 +292,14 @@ def predict(job: dict[str, Any]) -> dict[str, Any]:
     start = time.perf_counter()
     plan = package.plan(job["checkpoint"], device="cpu", **job["options"])
     taken = time.perf_counter() - start
-    found = next(one for one in plan.generations if one.compression == job["options"].get("compression"))
+    compression = job["options"].get("compression")
+    generation = next(each for each in plan.generations if each.compression == compression)
     return {
         "plan_seconds": taken,
-        "predicted_token_seconds": found.token_seconds,
-        "predicted_first_token_seconds": found.first_token_seconds,
-        "predicted_streamed_bytes": found.read_bytes,
-        "speeds": {speed.what: speed.bytes_per_second for speed in found.speeds},
+        "predicted_token_seconds": generation.token_seconds,
+        "predicted_first_token_seconds": generation.first_token_seconds,
+        "predicted_streamed_bytes": generation.read_bytes,
+        "speeds": {speed.what: speed.bytes_per_second for speed in generation.speeds},
     }
 
 
@@ -372,10 +373,10 @@ def bulk(job: dict[str, Any]) -> dict[str, Any]:
     """Generate for many prompts at once: seconds from the first to the last of them, without loading."""
     count, before = job["sequences"], bytes_read()
     prompts = [prompt(number, job["length"], job["vocabulary"]) for number in range(count)]
-    made, seconds = (_batch if job["is_ours"] else _one_batch)(job, prompts)
-    if made != count * job["tokens"]:
-        raise RuntimeError(f"{count * job['tokens']} tokens were asked for; {made} came")
-    return {"seconds": seconds, "new_tokens": made, "disk_bytes": bytes_read() - before}
+    new_tokens, seconds = (_batch if job["is_ours"] else _one_batch)(job, prompts)
+    if new_tokens != count * job["tokens"]:
+        raise RuntimeError(f"{count * job['tokens']} tokens were asked for; {new_tokens} came")
+    return {"seconds": seconds, "new_tokens": new_tokens, "disk_bytes": bytes_read() - before}
 
 
 def _batch(job: dict[str, Any], prompts: list[list[int]]) -> tuple[int, float]:
@@ -383,7 +384,7 @@ def _batch(job: dict[str, Any], prompts: list[list[int]]) -> tuple[int, float]:
     (manifest,) = Path(job["path"]).rglob("split.json")
     report = package.batch(
         str(manifest.parent),
-        [{"tokens": one} for one in prompts],
+        [{"tokens": ids} for ids in prompts],
         job["out"],
         max_new_tokens=job["tokens"],
         sequences=job["sequences"],

@@ -70,31 +70,31 @@ def next_tokens(ask: Callable[..., Any], contexts: Sequence[Sequence[int]], voca
     Raises:
         PeerError: the program left a token out.
     """
-    found = torch.full((len(contexts), vocabulary), -torch.inf)
+    logarithms = torch.full((len(contexts), vocabulary), -torch.inf)
     # any drawn token will do, except the end of a text or half a character, for which it returns no probabilities
     drawn = [[vocabulary - 1, 1e6]]
     for number, ids in enumerate(contexts):
         options = {"n_predict": 1, "n_probs": vocabulary, "cache_prompt": False, "logit_bias": drawn}
         (step,) = ask("/completion", prompt=list(ids), **options)["completion_probabilities"]
-        for one in step["top_logprobs"]:
-            found[number, one["id"]] = one["logprob"]
-    if not torch.isfinite(found).all():
+        for token in step["top_logprobs"]:
+            logarithms[number, token["id"]] = token["logprob"]
+    if not torch.isfinite(logarithms).all():
         raise PeerError("llama-server did not give every token's probability")
-    return found
+    return logarithms
 
 
-def types(found: Sequence[TensorSpec]) -> str:
+def types(specs: Sequence[TensorSpec]) -> str:
     """The types of the matrices of a file, as text: "1 Q4_0 and 1 Q6_K: ffn_down", …"""
     counted: dict[str, dict[str, int]] = {}
-    for spec in found:
+    for spec in specs:
         if len(spec.shape) > 1:
             role = spec.name.removesuffix(".weight").rpartition(".")[2]
-            kinds, kind = counted.setdefault(role, {}), spec.dtype if spec.blocks is None else spec.blocks.kind.name
-            kinds[kind] = kinds.get(kind, 0) + 1
+            kinds, name = counted.setdefault(role, {}), spec.dtype if spec.blocks is None else spec.blocks.kind.name
+            kinds[name] = kinds.get(name, 0) + 1
     by_mixture: dict[str, list[str]] = {}
     for role, kinds in counted.items():
         said = (
-            next(iter(kinds)) if len(kinds) == 1 else " and ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
+            next(iter(kinds)) if len(kinds) == 1 else " and ".join(f"{n} {name}" for name, n in sorted(kinds.items()))
         )
         by_mixture.setdefault(said, []).append(role)
     return "; ".join(f"{said}: {', '.join(roles)}" for said, roles in by_mixture.items())

@@ -146,7 +146,7 @@ class Subject:
     def middles(self) -> list[tuple[list[int], int]]:
         """Some texts up to their middle, and the next token."""
         cut = [(text, len(text.continuation) // 2) for text in self.texts[:ASKED]]
-        return [([*text.context, *text.continuation[:at]], text.continuation[at]) for text, at in cut]
+        return [([*text.context, *text.continuation[:middle]], text.continuation[middle]) for text, middle in cut]
 
     @torch.inference_mode()
     def at_middles(self, model: Any) -> torch.Tensor:
@@ -157,10 +157,10 @@ class Subject:
 
 def ours(subject: Subject, work: Path) -> Iterator[Row]:
     """Every compression, and `auto` at several budgets."""
-    beside = sum(file.stat().st_size for file in LocalCheckpoint(subject.folder).sidecars().values())
+    extra = sum(file.stat().st_size for file in LocalCheckpoint(subject.folder).sidecars().values())
     wishes: list[tuple[str, str, dict[str, Any]]] = [(OURS, name, {"compression": name}) for name in COMPRESSED]
     for share in subject.extent.budgets:
-        wishes.append((AUTO, f"{share:.1%}", {"compression": "auto", "max_disk": beside + int(subject.nbytes * share)}))
+        wishes.append((AUTO, f"{share:.1%}", {"compression": "auto", "max_disk": extra + int(subject.nbytes * share)}))
     if subject.extent.has(OURS, "none"):
         yield Row(subject.name, OURS, "none", subject.nbytes, subject.summary(subject.plain))
     for maker, name, wish in wishes:
@@ -253,12 +253,12 @@ def _own_predictions(subject: Subject, path: Path, expected: torch.Tensor, work:
     contexts = [ids for ids, _ in subject.middles()]
     try:
         with serving(path, max(map(len, contexts)) + 16, work) as ask:
-            found = next_tokens(ask, contexts, expected.shape[1])
+            predictions = next_tokens(ask, contexts, expected.shape[1])
     except PeerError as error:
         print(f"{LLAMA_CPP}'s own program is left out: {error}", file=sys.stderr)
         return ""
     targets = torch.tensor([token for _, token in subject.middles()])
-    own = summarize([compare_logits(expected, found, targets)])
+    own = summarize([compare_logits(expected, predictions, targets)])
     return (
         f" llama.cpp itself is {number(own.divergence.mean)} ± {number(own.divergence.error)} from these weights in "
         f"float32 at {own.positions} positions, and finds the same token most likely at "
@@ -305,8 +305,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         extent = Extent(4, 2 * WINDOW, BUDGETS[5:6], options.only)
         print(f"{LLAMA_CPP} is left out: it would have to be built first.")
     bundled = f"bundled={Path(rabbitllm.demo.__file__).parent / 'model'}"
-    folders = dict(one.split("=", 1) for one in options.model or [bundled])
-    texts = dict(one.split("=", 1) for one in options.text)
+    folders = dict(pair.split("=", 1) for pair in options.model or [bundled])
+    texts = dict(pair.split("=", 1) for pair in options.text)
     options.work.mkdir(parents=True, exist_ok=True)
     every: list[Row] = []
     tables: dict[str, report.Table] = {}
@@ -339,4 +339,4 @@ def picture(name: str, rows: Sequence[Row]) -> pictures.Picture:
         if row.summary.divergence.mean > 0:
             makers.setdefault(row.maker, []).append((row.name, row.nbytes / 1e6, row.summary.divergence.mean))
     across, upwards = "MB of weights as stored", "mean divergence from the checkpoint, nats a token"
-    return pictures.points(name, across, upwards, {maker: found for maker, found in makers.items() if found})
+    return pictures.points(name, across, upwards, {maker: points for maker, points in makers.items() if points})

@@ -31,7 +31,7 @@ class Host:
         memory: read rate of the memory that products use.
         flops: 16-bit operations a second, dense.
         link: rate to one GPU; None without a GPU.
-        host: bytes for weights in memory beside the GPUs.
+        host: bytes for weights in the host's memory of a machine with GPUs.
         disk: read rate.
         disk_room: bytes for layer files.
         network: rate to another machine.
@@ -39,7 +39,7 @@ class Host:
         hourly: dollars.
         weekly_hours: of availability.
         codes: read rate of quantized weights in products that use their codes; None where each use dequantizes them.
-        layer: seconds of a decoder layer beside its weights.
+        layer: seconds of a decoder layer besides those for its weights.
         routed_layer: the same with experts.
         reads_in_turn: whether reading hides nothing, as a copy out of the page cache.
     """

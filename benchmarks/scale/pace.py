@@ -82,7 +82,7 @@ def pass_over(units: Sequence[Unit], shape: Shape, host: Host, sequences: int, e
     rows = sequences * each
     parts = dict.fromkeys((DISK, LINK, MEMORY, COMPUTE, PYTHON), 0.0)
     cached = sequences * shape.cache.bytes_for(context) / shape.layers
-    computing = asked = reading = 0.0
+    computing = stalls = reading = 0.0
     copying = dict.fromkeys((unit.device for unit in units), 0.0)
     for unit in units:
         routed = [_asked_for(module, shape, rows) for module in unit.experts]
@@ -93,7 +93,7 @@ def pass_over(units: Sequence[Unit], shape: Shape, host: Host, sequences: int, e
         python = (host.routed_layer if routed else host.layer).value if unit.is_layer else 0.0
         on_demand = sum(of.read for of in routed) / host.disk.value, _over(sum(of.copied for of in routed), host)
         computing += max(memory, compute) + python
-        asked += max(on_demand)
+        stalls += max(on_demand)
         reading += unit.read / host.disk.value
         copying[unit.device] += _over(unit.copied, host)
         seconds = {DISK: unit.read / host.disk.value + on_demand[0], LINK: _over(unit.copied, host) + on_demand[1]}
@@ -101,7 +101,7 @@ def pass_over(units: Sequence[Unit], shape: Shape, host: Host, sequences: int, e
         parts = {name: total + seconds[name] for name, total in parts.items()}
     if host.reads_in_turn:
         computing, reading = computing + reading, 0.0
-    return Pass(max(computing, reading, *copying.values()) + asked, parts)
+    return Pass(max(computing, reading, *copying.values()) + stalls, parts)
 
 
 @dataclass(frozen=True)
@@ -117,19 +117,19 @@ class _Asked:
 
 def _asked_for(module: RoutedWork, shape: Shape, rows: int) -> _Asked:
     touched = module.touched_bytes(rows)
-    one = 3 * TWO_BYTES * shape.config["hidden_size"] * shape.config["moe_intermediate_size"]
+    expert_bytes = 3 * TWO_BYTES * shape.config["hidden_size"] * shape.config["moe_intermediate_size"]
     copied = 0.0 if module.is_host else (1 - module.on_device) * touched
-    made, used = touched / module.source.expert_bytes * one, module.source.used * one
-    return _Asked(touched, made, used, module.missed * touched, copied)
+    in_16_bits, used = touched / module.source.expert_bytes * expert_bytes, module.source.used * expert_bytes
+    return _Asked(touched, in_16_bits, used, module.missed * touched, copied)
 
 
-def _reading(stored: float, made: float, shape: Shape, host: Host, rows: int) -> float:
+def _reading(stored: float, in_16_bits: float, shape: Shape, host: Host, rows: int) -> float:
     """Seconds of reading weights for products."""
     if shape.compression is None:
-        return made / host.memory.value
+        return in_16_bits / host.memory.value
     if host.codes is not None:
         return stored / host.codes.value
-    return (stored if rows == 1 else stored + 2 * made) / host.memory.value
+    return (stored if rows == 1 else stored + 2 * in_16_bits) / host.memory.value
 
 
 def _over(nbytes: float, host: Host) -> float:
@@ -199,19 +199,19 @@ def groups(host: Host, drawn: Drawn) -> Iterator[Outcome]:
     return _while_there_is_room(lambda sequences: spread(host, drawn, sequences))
 
 
-def _while_there_is_room(outcome: Callable[[int], Outcome | None]) -> Iterator[Outcome]:
+def _while_there_is_room(outcome_of: Callable[[int], Outcome | None]) -> Iterator[Outcome]:
     for power in range(int(math.log2(MAX_SEQUENCES)) + 1):
-        found = outcome(1 << power)
-        if found is None:
+        outcome = outcome_of(1 << power)
+        if outcome is None:
             return
-        yield found
+        yield outcome
 
 
-def of_many(found: Outcome, hosts: int) -> float:
+def of_many(outcome: Outcome, hosts: int) -> float:
     """Tokens a second of so many machines, in independent groups."""
-    return hosts // found.hosts * found.tokens_a_second
+    return hosts // outcome.hosts * outcome.tokens_a_second
 
 
-def dollars(host: Host, found: Outcome) -> float:
+def dollars(host: Host, outcome: Outcome) -> float:
     """For a million tokens."""
-    return host.hourly.value * found.hosts / 3600 / found.tokens_a_second * 1e6
+    return host.hourly.value * outcome.hosts / 3600 / outcome.tokens_a_second * 1e6

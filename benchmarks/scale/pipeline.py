@@ -1,4 +1,4 @@
-"""A model over several processes, each with too little memory for it, beside one such process that streams.
+"""A model over several processes, each with too little memory for it, against one such process that streams.
 
 A Llama of 1.43 GB in bfloat16. Every process has a cap. All are on one machine and use its loopback, so the figures
 lack a network's share. Tokens are compared with those of one process without a cap.
@@ -86,18 +86,18 @@ def measure(run: PipelineRun, processes: int, share: int | None, workload: Workl
             if (nbytes := room(workload.weights, share)) is not None:
                 cap = Cap(stack.enter_context(control_group(f"rabbitllm-pipeline-{os.getpid()}-{rank}")), nbytes)
             command: list[str | Path] = [sys.executable, "-P", CHILD, json.dumps(job | {"rank": rank})]
-            given: dict[str, Any] = {"variables": variables(THIS, work), "stop_seconds": RUN_LIMIT_SECONDS}
+            settings: dict[str, Any] = {"variables": variables(THIS, work), "stop_seconds": RUN_LIMIT_SECONDS}
             label = f"pipeline-{run.row.replace(' ', '-')}-{run.turn}-{rank}"
-            idle.append(stack.enter_context(idle_process(command, work, label, [workload.folder], cap=cap, **given)))
+            idle.append(stack.enter_context(idle_process(command, work, label, [workload.folder], cap=cap, **settings)))
         with Sampler((), idle[0].process.pid) as sampler:
-            for one in idle:
-                one.go()
+            for child in idle:
+                child.go()
             address = idle[0].message()["address"] if processes > 1 else ""
-            for one in idle[1:]:
-                assert one.process.stdin is not None
-                one.process.stdin.write(address + "\n")
-                one.process.stdin.flush()
-            answers = [one.message() for one in idle]
+            for child in idle[1:]:
+                assert child.process.stdin is not None
+                child.process.stdin.write(address + "\n")
+                child.process.stdin.flush()
+            answers = [child.message() for child in idle]
     run.take(Outcome(answers[0], sampler, idle[0].versions))
     run.streamed = sum(answer["streamed"] for answer in answers)
 
@@ -114,12 +114,12 @@ def tabulate(runs: Sequence[PipelineRun], rows: Rows, turns: int) -> report.Tabl
         return FREE if share is None else row_name(ALONE, share)
 
     columns: report.Columns[str, PipelineRun] = {
-        "layers": lambda row, found: "+".join(map(str, found[0].spans)) if found else "",
+        "layers": lambda row, row_runs: "+".join(map(str, row_runs[0].spans)) if row_runs else "",
         "streamed MB": report.each(lambda run: run.streamed, 0, 1e6),
         "first token s": report.each(lambda run: run.first_token_seconds),
         "s/token": report.each(lambda run: run.token_seconds, 3),
-        "tokens/s beside 1 process": lambda row, found: report.shown(ratios(runs, alone(row), row)),
-        "tokens equal": lambda row, found: report.verdict(tokens_equal(runs, row, FREE)),
+        "tokens/s beside 1 process": lambda row, _: report.shown(ratios(runs, alone(row), row)),
+        "tokens equal": lambda row, _: report.verdict(tokens_equal(runs, row, FREE)),
     }
     return report.tabulated(runs, {row: row for row in rows}, turns, columns)
 

@@ -52,8 +52,8 @@ WAYS: Mapping[str, Callable[[Host, str, str | None], tuple[Outcome, ...]]] = {"a
 
 def best_of(way: str, host: Host, model: str, count: int) -> tuple[str | None, Outcome] | None:
     """The compression and batch with the most tokens a second on so many machines; None without any."""
-    found = [(c, one) for c in COMPRESSIONS for one in WAYS[way](host, model, c) if one.hosts <= count]
-    return max(found, key=lambda pair: of_many(pair[1], count), default=None)
+    choices = [(c, outcome) for c in COMPRESSIONS for outcome in WAYS[way](host, model, c) if outcome.hosts <= count]
+    return max(choices, key=lambda pair: of_many(pair[1], count), default=None)
 
 
 def figure(value: float) -> str:
@@ -87,22 +87,22 @@ def one_machine(hosts: Sequence[Host]) -> Table:
     ]
     lines = []
     for host, model, compression in rows(hosts):
-        found = alone(host, model, compression)
+        outcomes = alone(host, model, compression)
         line = [_named(host, model, compression)]
         line.append(f"{shape_of(model, compression).output_bytes / 1e9:.1f}")
-        best = max(found, key=lambda one: one.tokens_a_second, default=None)
+        best = max(outcomes, key=lambda outcome: outcome.tokens_a_second, default=None)
         if best is None:
             why = "keys, values" if fits_disk(shape_of(model, compression), host) else "not on its disk"
             line += [NOTHING, why, NOTHING, NOTHING, NOTHING, NOTHING]
         else:
-            line += [figure(found[0].tokens_a_second), found[0].bound]
+            line += [figure(outcomes[0].tokens_a_second), outcomes[0].bound]
             line += [str(best.sequences), figure(best.tokens_a_second), best.bound, _money(host, best)]
         lines.append(line)
     return Table(headings, lines)
 
 
-def _money(host: Host, found: Outcome) -> str:
-    return f"{dollars(host, found):.2f}" if host.hourly.value else "free"
+def _money(host: Host, outcome: Outcome) -> str:
+    return f"{dollars(host, outcome):.2f}" if host.hourly.value else "free"
 
 
 def many_machines(hosts: Sequence[Host]) -> Table:
@@ -111,11 +111,11 @@ def many_machines(hosts: Sequence[Host]) -> Table:
     headings += [*(f"{count:,}" for count in COUNTS), "$/million", "machines in a group", "limit"]
     lines = []
     for host, model, way in itertools.product(hosts, MODELS, WAYS):
-        found = {count: best_of(way, host, model, count) for count in COUNTS}
-        last = found[COUNTS[-1]]
+        best_by_count = {count: best_of(way, host, model, count) for count in COUNTS}
+        last = best_by_count[COUNTS[-1]]
         assert last is not None
         line = [f"{host.name}, {NAMES[model]}, {way}, {last[0] or 'bf16'}"]
-        line += [figure(of_many(one[1], count)) if one else NOTHING for count, one in found.items()]
+        line += [figure(of_many(best[1], count)) if best else NOTHING for count, best in best_by_count.items()]
         lines.append([*line, _money(host, last[1]), str(last[1].hosts), last[1].bound])
     return Table(headings, lines)
 
@@ -124,10 +124,10 @@ def facts(hosts: Sequence[Host]) -> Table:
     """Every rate with its source."""
     lines = []
     for host in hosts:
-        for name, one in host.figures().items():
-            if one.source != "not asked for":
-                source = f"assumed: {one.source}" if one.is_assumed else one.source
-                lines.append([f"{host.name}: {_WORDS[name]}", _in_units(name, one), source])
+        for name, rate in host.figures().items():
+            if rate.source != "not asked for":
+                source = f"assumed: {rate.source}" if rate.is_assumed else rate.source
+                lines.append([f"{host.name}: {_WORDS[name]}", _in_units(name, rate), source])
     return Table(["figure", "value", "from"], lines)
 
 
@@ -149,14 +149,14 @@ _WORDS: Mapping[str, str] = {
 _BYTES, _TIMES = ("room", "host", "disk_room"), ("latency", "layer", "routed_layer")
 
 
-def _in_units(name: str, one: Figure) -> str:
+def _in_units(name: str, rate: Figure) -> str:
     if name == "hourly":
-        return f"${one.value:.2f} an hour"
+        return f"${rate.value:.2f} an hour"
     if name == "flops":
-        return f"{one.value / 1e12:.3g} TFLOPS"
+        return f"{rate.value / 1e12:.3g} TFLOPS"
     if name in _TIMES:
-        return f"{one.value * 1e3:.3g} ms"
-    return f"{one.value / 1e9:.4g} GB" + ("" if name in _BYTES else "/s")
+        return f"{rate.value * 1e3:.3g} ms"
+    return f"{rate.value / 1e9:.4g} GB" + ("" if name in _BYTES else "/s")
 
 
 HEADINGS: Mapping[str, Callable[[Sequence[Host]], Table]] = {
@@ -186,19 +186,19 @@ def notes(hosts: Sequence[Host] = HOSTS) -> list[str]:
     return said
 
 
-def with_prices(hosts: Sequence[Host], given: Sequence[str]) -> tuple[Host, ...]:
+def with_prices(hosts: Sequence[Host], prices: Sequence[str]) -> tuple[Host, ...]:
     """Machines at other prices, given as NAME=DOLLARS.
 
     Raises:
         SystemExit: no such machine, or no number.
     """
-    found = {host.name: host for host in hosts}
-    for word in given:
+    by_name = {host.name: host for host in hosts}
+    for word in prices:
         name, _, price = word.partition("=")
-        if name not in found or not price.replace(".", "", 1).isdigit():
-            raise SystemExit(f"--price {word}: expected NAME=DOLLARS with a name of {', '.join(found)}.")
-        found[name] = dataclasses.replace(found[name], hourly=Figure(float(price), "given"))
-    return tuple(found.values())
+        if name not in by_name or not price.replace(".", "", 1).isdigit():
+            raise SystemExit(f"--price {word}: expected NAME=DOLLARS with a name of {', '.join(by_name)}.")
+        by_name[name] = dataclasses.replace(by_name[name], hourly=Figure(float(price), "given"))
+    return tuple(by_name.values())
 
 
 MACHINES = (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 200, 300, 500, 700, 1000)
@@ -210,15 +210,15 @@ def picture(hosts: Sequence[Host] = HOSTS) -> pictures.Picture:
     for model in MODELS:
         lines: list[tuple[str, Mapping[int, float], bool]] = []
         for host, way in itertools.product(hosts, WAYS):
-            found = {count: best_of(way, host, model, count) for count in MACHINES}
-            points = {count: of_many(one[1], count) for count, one in found.items() if one is not None}
+            best_by_count = {count: best_of(way, host, model, count) for count in MACHINES}
+            points = {count: of_many(best[1], count) for count, best in best_by_count.items() if best is not None}
             lines.append((host.name, points, way == "spread"))
         drawn[f"{NAMES[model]}: tokens a second"] = ("machines", lines)
     for model in MODELS:
         lines = []
         for host in hosts:
-            made = alone(host, model, "4bit") if host.hourly.value else ()
-            lines.append((host.name, {one.sequences: dollars(host, one) for one in made}, False))
+            outcomes = alone(host, model, "4bit") if host.hourly.value else ()
+            lines.append((host.name, {outcome.sequences: dollars(host, outcome) for outcome in outcomes}, False))
         drawn[f"{NAMES[model]} at 4bit, one machine: $ a million tokens"] = ("batch", lines)
     title = f"Computed, not measured: {PROMPT} tokens asked, {ANSWER} made; dashed: layers spread over machines"
     return pictures.panels(title, drawn)

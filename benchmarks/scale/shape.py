@@ -110,8 +110,8 @@ class Unit:
 @functools.cache
 def shape_of(name: str, compression: str | None) -> Shape:
     """A model of the package's short list."""
-    found = next(model for model in published() if model.repository == name)
-    return shape_of_outline(name, compression, found.outline)
+    model = next(model for model in published() if model.repository == name)
+    return shape_of_outline(name, compression, model.outline)
 
 
 def shape_of_layers(name: str, compression: str | None, config: Mapping[str, Any], layer: Mapping[str, Any]) -> Shape:
@@ -135,13 +135,13 @@ def cache_of(config: Mapping[str, Any]) -> CacheCost:
     every = int(config.get("full_attention_interval", 1))
     layers = int(config["num_hidden_layers"])
     keyed = layers // every
-    found = cost_by_config(SimpleNamespace(**{**config, "num_hidden_layers": keyed}), torch.float16)
+    cost = cost_by_config(SimpleNamespace(**{**config, "num_hidden_layers": keyed}), torch.float16)
     if every == 1:
-        return found
+        return cost
     keys, values = (config[f"linear_num_{part}_heads"] * config[f"linear_{part}_head_dim"] for part in ("key", "value"))
     state = 4 * config["linear_num_value_heads"] * config["linear_key_head_dim"] * config["linear_value_head_dim"]
     window = TWO_BYTES * (2 * keys + values) * config["linear_conv_kernel_dim"]
-    return dataclasses.replace(found, fixed=(layers - keyed) * (state + window))
+    return dataclasses.replace(cost, fixed=(layers - keyed) * (state + window))
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Drawn:
 
     def units(self, room: int, count: int, host: int) -> tuple[Unit, ...]:
         """Its work with `room` bytes for weights on each of `count` GPUs, and `host` bytes in memory."""
-        names = [f"cuda:{at}" for at in range(count)] or ["cpu"]
+        names = [f"cuda:{index}" for index in range(count)] or ["cpu"]
         budgets = [Budget(name, room, is_host=not count) for name in names]
         placement = place(self.costs, budgets, host_bytes=host, experts=self.experts)
         placed = dataclasses.replace(self.make_load_plan, placement=placement)
@@ -173,9 +173,9 @@ class Drawn:
 
 
 def _unit(work: UnitWork, stored: int, experts: tuple[RoutedWork, ...]) -> Unit:
-    made = sum(_in_two_bytes(product) for product in work.products if product.share == 1.0)
+    in_16_bits = sum(_in_two_bytes(product) for product in work.products if product.share == 1.0)
     is_layer = work.modules > 0
-    return Unit(work.device, is_layer, work.streamed, work.uploaded, stored if made else 0, made, experts)
+    return Unit(work.device, is_layer, work.streamed, work.uploaded, stored if in_16_bits else 0, in_16_bits, experts)
 
 
 def _in_two_bytes(product: Product) -> int:

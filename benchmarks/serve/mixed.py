@@ -1,4 +1,4 @@
-"""A burst of mixed clients, all in memory: time to the first token and between tokens, beside llama.cpp's server.
+"""A burst of mixed clients, all in memory: time to the first token and between tokens, against llama.cpp's server.
 
 Of four clients two send short chats, one long prompts, one asks for a long stream; each sends its next request once the
 last one is answered. Prompts are random token ids, all different; answers are greedy, streamed, and of a fixed length.
@@ -69,11 +69,11 @@ def levels_of(level: Level, kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
         level: the answers, in the order of their requests.
         kinds: of the requests; those at the end may not have been sent.
     """
-    found = {"all": figures(level, 0, 0.0)}
+    levels = {"all": figures(level, 0, 0.0)}
     for kind in dict.fromkeys(kinds):
         of = tuple(answer for answer, its in zip(level.answers, kinds, strict=False) if its == kind)
-        found[kind] = figures(Level(level.at_once, of, level.seconds), 0, 0.0)
-    return found
+        levels[kind] = figures(Level(level.at_once, of, level.seconds), 0, 0.0)
+    return levels
 
 
 def tabulate(runs: Sequence[MixedRun], rows: Sequence[str]) -> report.Table:

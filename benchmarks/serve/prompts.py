@@ -1,6 +1,6 @@
 """Seconds to the first token of a server that was started again: with the prompt cache on disk, and without.
 
-A Qwen2 with memory for a share of its weights, so that layers are streamed. Each row is a model that is loaded anew,
+A Qwen2 with memory for a share of its weights, so that layers are streamed. Each row is a model that is loaded again,
 and a request with one system prompt and another question. "filled" is the run that writes the cache.
 
     python -m benchmarks serve.prompts [--share 50] [--prompt-tokens 4000] [--only ROW ...] [--scale tiny]
@@ -68,7 +68,7 @@ def tabulate(runs: Sequence[PromptRun], rows: Sequence[str], turns: int) -> repo
     """A line a row."""
     columns: report.Columns[str, PromptRun] = {
         "first token s": report.each(lambda run: run.first_seconds, 2),
-        "of computed": lambda row, found: report.shown(ratios(runs, row, COMPUTED), 3),
+        "of computed": lambda row, _: report.shown(ratios(runs, row, COMPUTED), 3),
         "tokens saved": report.each(lambda run: run.saved_tokens, 0),
         "cache MB": report.each(lambda run: run.disk_bytes / 1e6, 0),
     }

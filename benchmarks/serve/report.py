@@ -47,8 +47,8 @@ def figures(level: Level, disk_bytes: int, core_seconds: float) -> dict[str, Any
     tokens = sum(answer.tokens for answer in level.answers)
 
     def waits(values: Sequence[float], percent: float) -> float | None:
-        found = percentile(values, percent)
-        return None if found is None or found == float("inf") else found
+        wait = percentile(values, percent)
+        return None if wait is None or wait == float("inf") else wait
 
     return {
         "at_once": level.at_once,
@@ -79,7 +79,7 @@ def against_ours(runs: Sequence[ServeRun], run: ServeRun, at_once: int) -> float
     """Tokens a second over those of this project with as many bits, in the same turn."""
     own = next((name for name, server in SERVERS.items() if server.is_ours and server.bits == SERVERS[run.row].bits))
     level = run.level(at_once)
-    other = next((found.level(at_once) for found in good(runs, own) if found.turn == run.turn), None)
+    other = next((our_run.level(at_once) for our_run in good(runs, own) if our_run.turn == run.turn), None)
     if level is None or other is None or not other["tokens_a_second"]:
         return None
     return float(level["tokens_a_second"] / other["tokens_a_second"])
@@ -104,15 +104,15 @@ HEADINGS = (
 
 def tabulate(runs: Sequence[ServeRun], rows: Sequence[str], at_once: Sequence[int]) -> report.Table:
     """A line for each row and number of clients: medians, with extremes for several turns."""
-    made = []
+    lines = []
     for row in rows:
         for number in at_once:
-            found = [(run, level) for run in good(runs, row) if (level := run.level(number)) is not None]
-            made.append((row, str(number), *_cells(runs, found, number)))
-    return report.Table(HEADINGS, made)
+            levels = [(run, level) for run in good(runs, row) if (level := run.level(number)) is not None]
+            lines.append((row, str(number), *_cells(runs, levels, number)))
+    return report.Table(HEADINGS, lines)
 
 
-def _cells(runs: Sequence[ServeRun], found: Sequence[tuple[ServeRun, Mapping[str, Any]]], at_once: int) -> list[str]:
+def _cells(runs: Sequence[ServeRun], levels: Sequence[tuple[ServeRun, Mapping[str, Any]]], at_once: int) -> list[str]:
     def shown(values: Sequence[float | None], digits: int = 2) -> str:
         known = _known(values)
         if len(known) < len(values) or not known:  # a median of the others would be too good
@@ -120,18 +120,18 @@ def _cells(runs: Sequence[ServeRun], found: Sequence[tuple[ServeRun, Mapping[str
         return report.shown(spread(known), digits) if len(known) > 1 else f"{known[0]:.{digits}f}"
 
     def of(name: str) -> list[float | None]:
-        return [level[name] for _, level in found]
+        return [level[name] for _, level in levels]
 
-    answered = f"{sum(level['whole'] for _, level in found)}/{sum(level['sent'] for _, level in found)}"
+    answered = f"{sum(level['whole'] for _, level in levels)}/{sum(level['sent'] for _, level in levels)}"
     return [
-        answered if found else "-",
+        answered if levels else "-",
         shown(of("tokens_a_second")),
-        shown([of_linear(run, at_once) for run, _ in found]),
-        shown([against_ours(runs, run, at_once) for run, _ in found]),
+        shown([of_linear(run, at_once) for run, _ in levels]),
+        shown([against_ours(runs, run, at_once) for run, _ in levels]),
         *(shown(of(name)) for name in ("first_p50", "first_p95", "between_p50", "between_p95")),
-        shown([level["disk_bytes"] / 1e6 / level["tokens"] if level["tokens"] else None for _, level in found], 0),
-        shown([level["core_seconds"] / level["tokens"] if level["tokens"] else None for _, level in found]),
-        shown([run.anonymous_added / 2**20 for run, _ in found], 0),
+        shown([level["disk_bytes"] / 1e6 / level["tokens"] if level["tokens"] else None for _, level in levels], 0),
+        shown([level["core_seconds"] / level["tokens"] if level["tokens"] else None for _, level in levels]),
+        shown([run.anonymous_added / 2**20 for run, _ in levels], 0),
     ]
 
 
@@ -173,7 +173,7 @@ def _known(values: Iterable[float | None]) -> list[float]:
 
 def picture(title: str, runs: Sequence[ServeRun], rows: Sequence[str]) -> pictures.Picture:
     """A line for each row: medians of tokens a second over clients."""
-    made = {}
+    drawn = {}
     for row in rows:
         points = {}
         for number in sorted({level["at_once"] for run in good(runs, row) for level in run.levels}):
@@ -181,5 +181,5 @@ def picture(title: str, runs: Sequence[ServeRun], rows: Sequence[str]) -> pictur
             if (middle := report.median(spread(rates))) is not None:
                 points[number] = middle
         if points:
-            made[row] = (points, SERVERS[row].is_ours)
-    return pictures.lines(title, "requests at once", "tokens a second", made)
+            drawn[row] = (points, SERVERS[row].is_ours)
+    return pictures.lines(title, "requests at once", "tokens a second", drawn)

@@ -1,4 +1,4 @@
-"""Servers with less memory than the model: tokens a second for 1, 4, 16 and 64 clients at once, beside peers.
+"""Servers with less memory than the model: tokens a second for 1, 4, 16 and 64 clients at once, against peers.
 
 Servers of 4 bits get a smaller share of the weights, so that their weights do not fit either. A Llama of 1.43 GB in
 bfloat16; different prompts of 16 tokens; 32 greedy tokens, streamed over HTTP. The clients, in another process (on a
@@ -70,15 +70,15 @@ def _ask_all(run: ServeRun, server: Served, workload: Workload) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = command_line.parser(__doc__, 1, list(SERVERS))
-    made.add_argument("--share", type=int, default=50, help="of the weights, in percent (default: %(default)s)")
-    made.add_argument("--share-4bit", type=int, default=25, help="for rows of 4 bits (default: %(default)s)")
-    made.add_argument("--at-once", type=int, nargs="+", default=[1, 4, 16, 64], help="clients")
-    made.add_argument("--seconds", type=float, default=60, help="for each number of clients (default: %(default)s)")
-    made.add_argument("--rounds", type=int, default=2, help="requests of each client (default: %(default)s)")
-    made.add_argument("--prompt-tokens", type=int, default=16)
-    made.add_argument("--tokens", type=int, default=32, help="of each answer (default: %(default)s)")
-    return made
+    parser = command_line.parser(__doc__, 1, list(SERVERS))
+    parser.add_argument("--share", type=int, default=50, help="of the weights, in percent (default: %(default)s)")
+    parser.add_argument("--share-4bit", type=int, default=25, help="for rows of 4 bits (default: %(default)s)")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 4, 16, 64], help="clients")
+    parser.add_argument("--seconds", type=float, default=60, help="for each number of clients (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="requests of each client (default: %(default)s)")
+    parser.add_argument("--prompt-tokens", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=32, help="of each answer (default: %(default)s)")
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -58,7 +58,7 @@ class Sent:
         return self.sent - self.again
 
 
-def files_of(made: Checkpoint, content: Weights, shard_digests: Mapping[str, str]) -> dict[str, GeneratedFile]:
+def files_of(source: Checkpoint, content: Weights, shard_digests: Mapping[str, str]) -> dict[str, GeneratedFile]:
     """All files of the repository."""
 
     def shard_file(shard: Shard) -> GeneratedFile:
@@ -69,9 +69,9 @@ def files_of(made: Checkpoint, content: Weights, shard_digests: Mapping[str, str
         return GeneratedFile(shard.size, read, shard_digests[shard.name])
 
     with tempfile.TemporaryDirectory() as around:
-        write_around(Path(around), made, WORDS)
+        write_around(Path(around), source, WORDS)
         files = {path.name: GeneratedFile.from_bytes(path.read_bytes()) for path in Path(around).iterdir()}
-    return files | {shard.name: shard_file(shard) for shard in made.shards}
+    return files | {shard.name: shard_file(shard) for shard in source.shards}
 
 
 class GeneratedHub(LocalHub):
@@ -88,13 +88,13 @@ class GeneratedHub(LocalHub):
     """
 
     def __init__(
-        self, made: Checkpoint, content: Weights, shard_digests: Mapping[str, str], rate: float | None = None
+        self, source: Checkpoint, content: Weights, shard_digests: Mapping[str, str], rate: float | None = None
     ) -> None:
         super().__init__(Path(os.devnull))
-        self.repository, self.sent = made.model.repository, Sent()
-        self.add_generated(self.repository, files_of(made, content, shard_digests))
+        self.repository, self.sent = source.model.repository, Sent()
+        self.add_generated(self.repository, files_of(source, content, shard_digests))
         self.faults.delay_per_mib = (1 << 20) / rate if rate else 0.0
-        self._sizes = {shard.name: shard.size for shard in made.shards}
+        self._sizes = {shard.name: shard.size for shard in source.shards}
         self._at: dict[int, tuple[str, int, bool]] = {}  # of answers under way: file, offset, whether it is a probe
         self._reached: dict[str, int] = {}
         self._counting = threading.Lock()
@@ -103,11 +103,11 @@ class GeneratedHub(LocalHub):
         """Note a request; a range that ends before its file is a probe of a header, not part of the transfer."""
         key = super().record(request)
         if request.method == "GET" and request.file in self._sizes and request.status in (200, 206):
-            found = re.fullmatch(r"bytes=(\d+)-(\d*)", request.range or "")
+            match = re.fullmatch(r"bytes=(\d+)-(\d*)", request.range or "")
             size = self._sizes[request.file]
             with self._counting:
-                is_probe = bool(found and found[2] and int(found[2]) < size - 1)
-                self._at[key] = request.file, int(found[1]) if found else 0, is_probe
+                is_probe = bool(match and match[2] and int(match[2]) < size - 1)
+                self._at[key] = request.file, int(match[1]) if match else 0, is_probe
                 self._add(open=1)
         return key
 
@@ -148,8 +148,8 @@ class HubProcess:
         digests: bytes hashed for it, and the seconds and threads.
     """
 
-    def __init__(self, made: Checkpoint, scale: float, work: Path, rate: float | None = None) -> None:
-        name = next(name for name, model in MODELS.items() if model is made.model)
+    def __init__(self, source: Checkpoint, scale: float, work: Path, rate: float | None = None) -> None:
+        name = next(name for name, model in MODELS.items() if model is source.model)
         self._command = [sys.executable, "-m", "benchmarks.split.hub", "--model", name, "--scale", repr(scale)]
         self._command += ["--work-dir", str(work)]
         self._command += ["--rate", repr(rate)] if rate is not None else []
@@ -223,13 +223,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--work-dir", type=Path, required=True, help="for the digests")
     parser.add_argument("--rate", type=float, help="MB/s of each connection (default: as fast as it goes)")
     options = parser.parse_args(arguments)
-    made, content = checkpoint(MODELS[options.model], options.scale), Content()
-    found = digests(made, content, options.work_dir / DIGESTS_NAME)
+    source, content = checkpoint(MODELS[options.model], options.scale), Content()
+    shard_digests = digests(source, content, options.work_dir / DIGESTS_NAME)
     rate = options.rate * 1e6 if options.rate else None
-    hub = GeneratedHub(made, content, found.of, rate)
+    hub = GeneratedHub(source, content, shard_digests.of, rate)
     with hub:
-        took = {key: value for key, value in asdict(found).items() if key != "of"}
-        print(json.dumps({"url": hub.url, "commit": hub.commit(made.model.repository), "digests": took}), flush=True)
+        took = {key: value for key, value in asdict(shard_digests).items() if key != "of"}
+        print(json.dumps({"url": hub.url, "commit": hub.commit(source.model.repository), "digests": took}), flush=True)
         for _ in sys.stdin:
             print(json.dumps(asdict(hub.sent)), flush=True)
     return 0

@@ -43,7 +43,7 @@ from rabbitllm.store.layer_store import Verification, verify
 MODES = ("file", "stream", "auto")
 DEFAULT_MODEL = "qwen2.5-72b"
 SPARE_BYTES = 2 * 1000**3
-"""Of disk beside the split: the room that stays free, the hub cache, logs."""
+"""Of disk, besides the split: the room that stays free, the hub cache, logs."""
 SPEED_BYTES = 2 * 1000**3
 """Read from the disk to measure its speed alone."""
 MAX_POINTS = 600
@@ -80,8 +80,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         raise SystemExit("--kills must be 0 or more, and --rate above 0.")
     model = MODELS[options.model]
     options.made = checkpoint(model, options.scale)
-    asked = options.max_disk
-    options.max_disk = parse_size(asked, "--max-disk") if asked else max_disk(model, options.made)
+    allowed = options.max_disk
+    options.max_disk = parse_size(allowed, "--max-disk") if allowed else max_disk(model, options.made)
     options.trial = options.scale < 1 or options.model.startswith("tiny")
     options.work_dir = options.work_dir.resolve()
     options.work_dir.mkdir(parents=True, exist_ok=True)
@@ -199,17 +199,17 @@ def _forward(folder: Path, work: Path) -> dict[str, Any]:
 
 def figures(outcome: Outcome, cores: int) -> report.Table:
     """A line for each figure; the split and the hub had `cores` together."""
-    took, made, peaks = outcome.rehearsal, outcome.setting.made, outcome.peaks()
+    took, source, peaks = outcome.rehearsal, outcome.setting.made, outcome.peaks()
     uninterrupted = took.seconds - sum(kill.lost_seconds for kill in took.kills)
     shared = (took.cpu_seconds + took.hub_cpu_seconds) / cores
     rows = [
-        ("checkpoint", f"{made.nbytes / 1e9:.1f} GB in {len(made.shards)} shards"),
+        ("checkpoint", f"{source.nbytes / 1e9:.1f} GB in {len(source.shards)} shards"),
         ("layer files", f"{outcome.verification.nbytes / 1e9:.2f} GB in {outcome.verification.files}"),
         ("wall time, restarts and all", f"{took.seconds:.1f} s"),
-        ("of the checkpoint a second", f"{made.nbytes / took.seconds / 1e6:.0f} MB/s"),
-        ("… without the seconds that kills cost", f"{made.nbytes / max(uninterrupted, 1e-9) / 1e6:.0f} MB/s"),
-        ("core-seconds a GB of the checkpoint", f"{took.cpu_seconds / made.nbytes * 1e9:.2f}"),
-        ("… of the hub beside it", f"{took.hub_cpu_seconds / made.nbytes * 1e9:.2f}"),
+        ("of the checkpoint a second", f"{source.nbytes / took.seconds / 1e6:.0f} MB/s"),
+        ("… without the seconds that kills cost", f"{source.nbytes / max(uninterrupted, 1e-9) / 1e6:.0f} MB/s"),
+        ("core-seconds a GB of the checkpoint", f"{took.cpu_seconds / source.nbytes * 1e9:.2f}"),
+        ("… of the hub beside it", f"{took.hub_cpu_seconds / source.nbytes * 1e9:.2f}"),
         ("wall time without kills / (both / cores)", f"{uninterrupted / max(shared, 1e-9):.2f}"),
         ("peak disk, split directory", _size(peaks["split_directory"])),
         ("… of it fetched shards, at their own peak", _size(peaks["fetched_shards"])),
@@ -257,10 +257,10 @@ def kills(outcome: Outcome) -> report.Table:
 
 def stages(outcome: Outcome) -> report.Table:
     """A line for each stage of the last process, which no kill cut short."""
-    found = outcome.rehearsal.stages
-    taken = max((stage["nbytes"] for stage in found.values()), default=0) or 1
+    entries = outcome.rehearsal.stages
+    taken = max((stage["nbytes"] for stage in entries.values()), default=0) or 1
     rows = []
-    for name, stage in found.items():
+    for name, stage in entries.items():
         core = f"{stage['cpu_seconds'] / taken * 1e9:.2f}" if stage["cpu_seconds"] else ""
         rows.append((name, f"{stage['seconds'] / stage['threads']:.1f}", f"{stage['threads']:.0f}", core))
     return report.Table((f"stage, of {taken / 1e9:.1f} GB", "busy s", "threads", "core-s a GB"), rows)
@@ -310,11 +310,12 @@ def picture(outcome: Outcome) -> pictures.Picture:
 
 def facts(outcome: Outcome) -> dict[str, Any]:
     """Further keys of the JSON."""
-    setting, made, took = outcome.setting, outcome.setting.made, asdict(outcome.rehearsal)
-    took["samples"] = [list(asdict(one).values()) for one in thinned(outcome.rehearsal.samples, MAX_POINTS)]
+    setting, source, took = outcome.setting, outcome.setting.made, asdict(outcome.rehearsal)
+    sizes = [shard.size for shard in source.shards]
+    took["samples"] = [list(asdict(sample).values()) for sample in thinned(outcome.rehearsal.samples, MAX_POINTS)]
     del took["folder"]
     return {
-        "checkpoint": {"layers": made.layers, "bytes": made.nbytes, "shards": [shard.size for shard in made.shards]},
+        "checkpoint": {"layers": source.layers, "bytes": source.nbytes, "shards": sizes},
         "setting": {"mode": setting.mode, "max_disk": setting.max_disk, "kills": setting.kills, "seed": setting.seed},
         "layer_files": {"files": outcome.verification.files, "bytes": outcome.verification.nbytes},
         "standard_route": outcome.standard_route,
@@ -329,13 +330,13 @@ def facts(outcome: Outcome) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write; not 0 if a mode or a check failed."""
     options = parse(arguments)
-    made: Checkpoint = options.made
+    source: Checkpoint = options.made
     content = Content()
     done: list[Outcome] = []
     failed = False
     for mode in options.modes:
         try:
-            with HubProcess(made, options.scale, options.work_dir, options.rate) as hub:
+            with HubProcess(source, options.scale, options.work_dir, options.rate) as hub:
                 outcome, hashed = measure(options, mode, hub, content), hub.digests
         except RehearsalError as error:
             print(f"{mode}: {error}", file=sys.stderr, flush=True)
@@ -343,7 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         trial = f" (scale {options.scale:g}: a trial)" if options.trial else ""
         title = (
-            f"{made.model.title}'s shapes, {made.nbytes / 1e9:.1f} GB, to 4bit within "
+            f"{source.model.title}'s shapes, {source.nbytes / 1e9:.1f} GB, to 4bit within "
             f"{options.max_disk / 2**30:.2f} GiB, shards as {mode!r}, killed {options.kills} times{trial}"
         )
         report.write(

@@ -70,8 +70,8 @@ def measure(scheme: str, dtype: str, nbytes: int, turns: int) -> Row:
 
 def _rate(quantize: Quantize, data: memoryview) -> float:
     start = time.perf_counter()
-    for at in range(0, len(data), CHUNK_BYTES):
-        quantize(data[at : at + CHUNK_BYTES])
+    for offset in range(0, len(data), CHUNK_BYTES):
+        quantize(data[offset : offset + CHUNK_BYTES])
     return len(data) / (time.perf_counter() - start)
 
 
@@ -105,8 +105,8 @@ def _shown(rows: Sequence[Row]) -> tuple[report.Table, list[str]]:
         )
         for row in rows
     ]
-    found = {(row.scheme, row.dtype): report.median(spread(row.ratios)) for row in rows}
+    medians = {(row.scheme, row.dtype): report.median(spread(row.ratios)) for row in rows}
     notes = ["MB are 10^6 bytes of the source; ratios are of the same turn."]
     for (scheme, dtype), goal in GOALS.items():
-        notes.append(report.reach(f"{scheme} of {dtype}, times", found[scheme, dtype], goal, at_most=False))
+        notes.append(report.reach(f"{scheme} of {dtype}, times", medians[scheme, dtype], goal, at_most=False))
     return report.Table(headings, lines), notes

@@ -212,38 +212,38 @@ def rehearse(setting: Setting, hub: HubProcess) -> Rehearsal:
     setting.splits.mkdir(parents=True)
     setting.home.mkdir()
     before, hub_before = hub.sent(), hub.cpu_seconds()
-    due, found = moments(setting.made.nbytes, setting.kills, setting.seed), Rehearsal()
+    due, rehearsal = moments(setting.made.nbytes, setting.kills, setting.seed), Rehearsal()
     staged = setting.splits / directory_name("4bit") / STAGING_NAME
     with SeriesSampler(setting.splits, setting.home, staged) as sampler:
         for number in itertools.count():
-            _run_once(number, setting, hub, found, sampler, due, before.new)
-            if found.folder is not None:
+            _run_once(number, setting, hub, rehearsal, sampler, due, before.new)
+            if rehearsal.folder is not None:
                 break
-        found.seconds = sampler.now()
+        rehearsal.seconds = sampler.now()
     after = hub.sent()
-    found.sent, found.again = after.sent - before.sent, after.again - before.again
-    found.probed, found.hub_cpu_seconds = after.probed - before.probed, hub.cpu_seconds() - hub_before
-    found.samples, found.longest_gap = sampler.samples, sampler.longest_gap
-    for kill in found.kills:
+    rehearsal.sent, rehearsal.again = after.sent - before.sent, after.again - before.again
+    rehearsal.probed, rehearsal.hub_cpu_seconds = after.probed - before.probed, hub.cpu_seconds() - hub_before
+    rehearsal.samples, rehearsal.longest_gap = sampler.samples, sampler.longest_gap
+    for kill in rehearsal.kills:
         kill.lost_seconds = _grown_at(sampler.samples, kill.again_at) - kill.seconds
-    return found
+    return rehearsal
 
 
 def _run_once(
     number: int,
     setting: Setting,
     hub: HubProcess,
-    found: Rehearsal,
+    rehearsal: Rehearsal,
     sampler: SeriesSampler,
     due: Sequence[int],
     sent_before: int,
 ) -> None:
     """One process, to its kill or its end."""
-    at_start, last = hub.quiet(), found.kills[-1] if found.kills else None
+    at_start, last = hub.quiet(), rehearsal.kills[-1] if rehearsal.kills else None
     if last is not None:  # bytes on their way to the killed process count
         last.sent, last.again_at = at_start.new - sent_before, sampler.now()
     said, errors = setting.folder / f"said-{number}", setting.folder / f"errors-{number}"
-    wanted = due[len(found.kills)] if len(found.kills) < len(due) else None
+    wanted = due[len(rehearsal.kills)] if len(rehearsal.kills) < len(due) else None
     process, kill = _start(setting, hub, said, errors), None
     sampler.follow(process.pid)
     try:
@@ -254,7 +254,7 @@ def _run_once(
                 os.kill(process.pid, signal.SIGKILL)
             time.sleep(_POLL_SECONDS)
         times = psutil.Process(process.pid).cpu_times()  # the process has ended but was not waited for
-        found.cpu_seconds += times.user + times.system
+        rehearsal.cpu_seconds += times.user + times.system
     finally:
         sampler.follow(None)
         process.kill()
@@ -264,16 +264,16 @@ def _run_once(
     if last is not None:
         last.again, last.used_shards = hub.sent().again - at_start.again, begun.get("resumed", 0)
     else:
-        found.planned_peak = begun.get("peak_bytes", 0)
+        rehearsal.planned_peak = begun.get("peak_bytes", 0)
     if kill is not None and process.returncode == -signal.SIGKILL:
         print(f"{setting.mode}: killed at {kill.sent / 1e9:.3f} GB", file=sys.stderr, flush=True)
-        found.kills.append(kill)
+        rehearsal.kills.append(kill)
     elif process.returncode:
         words = _last_words(errors.read_text(errors="replace"))
         raise RehearsalError(f"the split ended with exit status {process.returncode}; last said: {words}")
     else:
-        found.folder, found.stages = Path(events[-1]["folder"]), events[-1]["stages"]
-        found.added_memory = next(e["SplitDone"]["peak_memory_bytes"] for e in events if "SplitDone" in e)
+        rehearsal.folder, rehearsal.stages = Path(events[-1]["folder"]), events[-1]["stages"]
+        rehearsal.added_memory = next(e["SplitDone"]["peak_memory_bytes"] for e in events if "SplitDone" in e)
 
 
 def _start(setting: Setting, hub: HubProcess, said: Path, errors: Path) -> subprocess.Popen[bytes]:
@@ -303,6 +303,8 @@ def _last_words(text: str) -> str:
 
 def _grown_at(samples: Sequence[Sample], since: float) -> float:
     """The time after a moment at which the layer files outgrew their size at it; the end, if they never did."""
-    before = peak_of((one for one in samples if one.seconds <= since + INTERVAL_SECONDS), lambda one: one.layers)
-    later = (one.seconds for one in samples if one.seconds > since and one.layers > before + _JOURNAL_BYTES)
+    before = peak_of(
+        (sample for sample in samples if sample.seconds <= since + INTERVAL_SECONDS), lambda sample: sample.layers
+    )
+    later = (sample.seconds for sample in samples if sample.seconds > since and sample.layers > before + _JOURNAL_BYTES)
     return next(later, samples[-1].seconds)

@@ -1,4 +1,4 @@
-"""Splitting a checkpoint into layer files: time beside `cp` of the same bytes, peak disk, peak anonymous memory.
+"""Splitting a checkpoint into layer files: time against `cp` of the same bytes, peak disk, peak anonymous memory.
 
 In each turn every row splits a fresh copy of the checkpoint, synced and out of the page cache, into a folder inside
 that copy. The time ends when the layer files are on the disk: the call, then fsync of every file and folder. `cp -r
@@ -141,17 +141,19 @@ def tabulate(runs: Sequence[SplitRun], rows: Sequence[str], turns: int) -> repor
     """A line a row."""
 
     def splits(cell: Callable[[str, Sequence[SplitRun]], str]) -> Callable[[str, Sequence[SplitRun]], str]:
-        return lambda row, found: cell(row, found) if found and row != COPY else "-"
+        return lambda row, row_runs: cell(row, row_runs) if row_runs and row != COPY else "-"
 
     columns: report.Columns[str, SplitRun] = {
         "s to disk": report.each(lambda run: run.headline),
-        "x cp": lambda row, found: report.shown(ratios(runs, row, COPY)),
+        "x cp": lambda row, _: report.shown(ratios(runs, row, COPY)),
         "peak disk MB": report.each(lambda run: run.disk_added_peak, 1, 1e6),
         "end disk MB": report.each(lambda run: run.disk_added_end, 1, 1e6),
         "anon MiB over idle": splits(report.ADDED_MEMORY),
         "mapped MiB": splits(report.each(lambda run: run.file_peak, 0, 2**20)),
-        "shards left": splits(lambda row, found: str(max(run.shards_left for run in found))),
-        "same": lambda row, found: report.verdict([run.same_tensors for run in found if run.same_tensors is not None]),
+        "shards left": splits(lambda row, row_runs: str(max(run.shards_left for run in row_runs))),
+        "same": lambda row, row_runs: report.verdict(
+            [run.same_tensors for run in row_runs if run.same_tensors is not None]
+        ),
     }
     return report.tabulated(runs, {row: row for row in rows}, turns, columns)
 

@@ -37,7 +37,7 @@ class SpotCheck:
     wrong: tuple[str, ...]
 
 
-def check(made: Checkpoint, content: Content, folder: Path, seed: int) -> SpotCheck:
+def check(checkpoint: Checkpoint, content: Content, folder: Path, seed: int) -> SpotCheck:
     """Compare a sample of every tensor of every layer file in `folder` with the checkpoint's weights."""
     from safetensors import safe_open
 
@@ -45,8 +45,8 @@ def check(made: Checkpoint, content: Content, folder: Path, seed: int) -> SpotCh
     files: dict[str, Any] = {p.name: safe_open(p, framework="pt") for p in sorted(folder.glob("*.safetensors"))}
     where = {name: file for file, opened in files.items() for name in opened.keys()}  # noqa: SIM118  no mapping
     chance, nbytes, wrong = random.Random(seed), 0, []
-    piece = piece_elements(sum(len(shard.tensors) for shard in made.shards))
-    for shard in made.shards:
+    piece = piece_elements(sum(len(shard.tensors) for shard in checkpoint.shards))
+    for shard in checkpoint.shards:
         for placed in shard.tensors:
             name = placed.tensor.name
             if name not in where:
@@ -56,7 +56,7 @@ def check(made: Checkpoint, content: Content, folder: Path, seed: int) -> SpotCh
             nbytes += compared
             if problem is not None:
                 wrong.append(f"{name} in {where[name]}: {problem}")
-    return SpotCheck(sum(len(shard.tensors) for shard in made.shards), nbytes, tuple(wrong))
+    return SpotCheck(sum(len(shard.tensors) for shard in checkpoint.shards), nbytes, tuple(wrong))
 
 
 def piece_elements(tensors: int) -> int:
