@@ -45,6 +45,6 @@ def _documented() -> Iterator[tuple[str, str]]:
             warnings.simplefilter("ignore")
             tree = ast.parse(path.read_bytes())
         nodes = [node for node in ast.walk(tree) if isinstance(node, _WITH_DOCSTRING)]
-        found = [text for node in nodes if (text := ast.get_docstring(node))]
-        if found:
-            yield name.as_posix(), "\n\n".join(found)
+        texts = [text for node in nodes if (text := ast.get_docstring(node))]
+        if texts:
+            yield name.as_posix(), "\n\n".join(texts)

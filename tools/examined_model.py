@@ -113,9 +113,9 @@ def examine(case: Case, folder: Path) -> Row:
         case: the class.
         folder: for its files; empty or not there yet.
     """
-    found = _Findings()
+    findings = _Findings()
     try:
-        result, why = _examined(case, folder, found)
+        result, why = _examined(case, folder, findings)
     except _Unbuilt as error:
         result, why = UNBUILT, _said(error)
     return Row(
@@ -123,19 +123,19 @@ def examine(case: Case, folder: Path) -> Row:
         case.name,
         result,
         why,
-        found.inputs,
-        found.blocks,
-        found.files,
-        found.scattered,
-        tuple(dict.fromkeys(found.warnings)),
+        findings.inputs,
+        findings.blocks,
+        findings.files,
+        findings.scattered,
+        tuple(dict.fromkeys(findings.warnings)),
     )
 
 
-def _examined(case: Case, folder: Path, found: _Findings) -> tuple[str, str]:
+def _examined(case: Case, folder: Path, findings: _Findings) -> tuple[str, str]:
     original = folder / "original"
     inputs, model_class = _saved(case, original)
-    found.inputs = inputs.kinds
-    found.blocks = len({block for block, _ in _blocks(original) if block})
+    findings.inputs = inputs.kinds
+    findings.blocks = len({block for block, _ in _blocks(original) if block})
     plain = _loaded_plainly(model_class, original)
     expected = tiny_inputs.results(plain, inputs.arguments)
     if not _are_finite(expected):
@@ -145,7 +145,7 @@ def _examined(case: Case, folder: Path, found: _Findings) -> tuple[str, str]:
     for way, budget in BUDGETS.items():
         copy = shutil.copytree(original, folder / way / case.model_type)  # a name for messages
         shards = _shards(copy)
-        with _listening(found.warnings):
+        with _listening(findings.warnings):
             try:
                 model = _loaded(copy, budget)
             except Exception as error:  # a raw one is to be a row too
@@ -155,8 +155,8 @@ def _examined(case: Case, folder: Path, found: _Findings) -> tuple[str, str]:
                     return WRONG, f"{way}: nothing was deleted, and a raw error is raised: {_said(error)}"
                 refused[way] = _said(error)
                 continue
-        found.files = max(found.files, len(_shards(copy / "splitted_model")))
-        found.scattered = _scattered(copy / "splitted_model")
+        findings.files = max(findings.files, len(_shards(copy / "splitted_model")))
+        findings.scattered = _scattered(copy / "splitted_model")
         wrong = _difference(model, plain, inputs, expected, tokens)
         if wrong:
             return WRONG, f"{way}: {wrong}"
@@ -172,8 +172,8 @@ def _examined(case: Case, folder: Path, found: _Findings) -> tuple[str, str]:
 def _saved(case: Case, folder: Path) -> tuple[Inputs, Any]:
     """Save a small random model in shards; return inputs for it, and its class."""
     errors: list[Exception] = []
-    kinds = [kind for name in (case.auto, case.name) if (kind := getattr(transformers, name, None)) is not None]
-    for model in itertools.chain.from_iterable(tiny_configs.models(kind, case.model_type, errors) for kind in kinds):
+    classes = [cls for name in (case.auto, case.name) if (cls := getattr(transformers, name, None)) is not None]
+    for model in itertools.chain.from_iterable(tiny_configs.models(cls, case.model_type, errors) for cls in classes):
         _shake(model)
         try:
             part = getattr(model, "thinker", model)  # of a model that speaks, the part that makes text
@@ -200,13 +200,13 @@ def _shake(model: Any) -> None:
 
     Rows of padding tokens keep their values, since some types (youtu) set them to zero whenever they are loaded.
     """
-    made = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(3)
     padding = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m.padding_idx is not None]
     with torch.no_grad():
         rows = [embedding.weight[embedding.padding_idx].clone() for embedding in padding]
         for parameter in model.parameters():
             if parameter.is_floating_point():
-                parameter += 0.02 * torch.randn(parameter.shape, generator=made)
+                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
         for embedding, row in zip(padding, rows, strict=True):
             embedding.weight[embedding.padding_idx] = row
 
@@ -281,7 +281,7 @@ def _blocks(folder: Path) -> Iterator[tuple[str, str]]:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  it is no mapping
                 words = name.split(".")
-                number = next((at for at, word in enumerate(words) if at and word.isdigit()), len(words))
+                number = next((index for index, word in enumerate(words) if index and word.isdigit()), len(words))
                 yield ".".join(words[: number + 1]) if number + 1 < len(words) else "", path.name
 
 

@@ -83,18 +83,18 @@ class Cell:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The tool; returns its exit code."""
-    asked = _parser().parse_args(arguments)
+    options = _parser().parse_args(arguments)
     flags = cpu_flags(Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else frozenset()
     cells = []
-    for one in SETS:
-        if asked.set and one.name not in asked.set:
+    for entry in SETS:
+        if options.set and entry.name not in options.set:
             continue
-        lacking = [flag for flag in one.needs if flag not in flags]
+        lacking = [flag for flag in entry.needs if flag not in flags]
         if lacking:
-            print(f"{one.name:10} not here: this processor has no {' '.join(lacking)}", flush=True)
+            print(f"{entry.name:10} not here: this processor has no {' '.join(lacking)}", flush=True)
             continue
-        for threads in asked.threads or THREADS:
-            cells.append(run_cell(one, threads, asked.tests, everything=asked.long))
+        for threads in options.threads or THREADS:
+            cells.append(run_cell(entry, threads, options.tests, everything=options.long))
             print(_row(cells[-1]), flush=True)
     return 1 if not cells or any(cell.failed or not cell.passed for cell in cells) else 0
 
@@ -105,14 +105,14 @@ def cpu_flags(text: str) -> frozenset[str]:
     return frozenset(next((value for name, _, value in lines if name.strip() == "flags"), "").split())
 
 
-def environment_of(one: InstructionSet, threads: int) -> dict[str, str]:
+def environment_of(entry: InstructionSet, threads: int) -> dict[str, str]:
     """Of a process of so many threads."""
     numbers = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "RABBITLLM_TEST_THREADS")
-    others = {"NUMBA_CACHE_DIR": str(KEPT / one.name), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT)}
-    return {**os.environ, **others, **one.variables, **dict.fromkeys(numbers, str(threads))}
+    others = {"NUMBA_CACHE_DIR": str(KEPT / entry.name), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT)}
+    return {**os.environ, **others, **entry.variables, **dict.fromkeys(numbers, str(threads))}
 
 
-def run_cell(one: InstructionSet, threads: int, tests: Sequence[str], *, everything: bool = False) -> Cell:
+def run_cell(entry: InstructionSet, threads: int, tests: Sequence[str], *, everything: bool = False) -> Cell:
     """Run the marked ones of these tests.
 
     Args:
@@ -122,12 +122,13 @@ def run_cell(one: InstructionSet, threads: int, tests: Sequence[str], *, everyth
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-m", marks, "-p", "no:cacheprovider", f"--junitxml={report}"]
+        environment = environment_of(entry, threads)
         done = subprocess.run(
-            [*command, *tests], cwd=ROOT, env=environment_of(one, threads), capture_output=True, text=True, check=False
+            [*command, *tests], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
         )
         if not report.exists():
-            return Cell(one.name, threads, 0, (f"pytest ended with {done.returncode}: {done.stderr[-500:]}",))
-        return read_report(one.name, threads, report.read_text())
+            return Cell(entry.name, threads, 0, (f"pytest ended with {done.returncode}: {done.stderr[-500:]}",))
+        return read_report(entry.name, threads, report.read_text())
 
 
 def read_report(set_name: str, threads: int, report: str) -> Cell:
@@ -150,7 +151,9 @@ def _row(cell: Cell) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.matrix", description=__doc__.splitlines()[0])
     parser.add_argument("tests", nargs="*", help="files or tests; all that are marked `bits` if none is named")
-    parser.add_argument("--set", action="append", choices=[one.name for one in SETS], help="may be given several times")
+    parser.add_argument(
+        "--set", action="append", choices=[entry.name for entry in SETS], help="may be given several times"
+    )
     parser.add_argument("--threads", action="append", type=int, help="may be given several times")
     parser.add_argument("--long", action="store_true", help="also the tests that take long")
     return parser

@@ -35,23 +35,23 @@ def entry_of(config: Mapping[str, Any], tensors: Mapping[str, Form]) -> dict[str
     layers: list[dict[str, Form]] = [{} for _ in range(number)]
     around: dict[str, Form] = {}
     for name, form in tensors.items():
-        found = _LAYER.fullmatch(name)
-        if found and int(found[2]) < number:
-            stem = found[1]
-            layers[int(found[2])][found[3]] = form
+        match = _LAYER.fullmatch(name)
+        if match and int(match[2]) < number:
+            stem = match[1]
+            layers[int(match[2])][match[3]] = form
         else:
             around[name] = form
-    firsts = [at for at, layer in enumerate(layers) if layer not in layers[:at]]
-    kinds = [layers[at] for at in firsts]
+    firsts = [index for index, layer in enumerate(layers) if layer not in layers[:index]]
+    kinds = [layers[index] for index in firsts]
     sample: dict[str, Any] = {"num_hidden_layers": len(kinds)}
     for key, value in text.items():
         if isinstance(value, list) and len(value) == number:  # layer_types and the like
-            sample[key] = [value[at] for at in firsts]
+            sample[key] = [value[index] for index in firsts]
         elif key in _NUMBERED:
-            sample[key] = [new for new, at in enumerate(firsts, 1) if at + 1 in value]
+            sample[key] = [new for new, index in enumerate(firsts, 1) if index + 1 in value]
     if "first_k_dense_replace" in text:
-        sample["first_k_dense_replace"] = sum(at < text["first_k_dense_replace"] for at in firsts)
-    inside = {f"{stem}{at}{rest}": form for at, kind in enumerate(kinds) for rest, form in kind.items()}
+        sample["first_k_dense_replace"] = sum(index < text["first_k_dense_replace"] for index in firsts)
+    inside = {f"{stem}{index}{rest}": form for index, layer in enumerate(kinds) for rest, form in layer.items()}
     return {
         "config": dict(config),
         "sample": {"text_config": sample} if "text_config" in config else sample,
@@ -64,8 +64,8 @@ def _folded(tensors: Mapping[str, Form]) -> dict[str, Form]:
     """Write tensors that differ in one number alone once, with how many they are in place of the number."""
     groups: dict[tuple[str, str], dict[int, tuple[str, Form]]] = {}
     for name, form in tensors.items():
-        found = _ALIKE.search(name) or (None if _LAYER.fullmatch(name) else _BLOCK.search(name))
-        before, number, after = (name[: found.start()], int(found[0]), name[found.end() :]) if found else (name, 0, "")
+        match = _ALIKE.search(name) or (None if _LAYER.fullmatch(name) else _BLOCK.search(name))
+        before, number, after = (name[: match.start()], int(match[0]), name[match.end() :]) if match else (name, 0, "")
         groups.setdefault((before, after), {})[number] = name, form
     folded: dict[str, Form] = {}
     for (before, after), members in groups.items():
@@ -79,8 +79,8 @@ def _folded(tensors: Mapping[str, Form]) -> dict[str, Form]:
 
 def tensors_in(folder: Path) -> dict[str, Form]:
     """Return the tensors of a folder's shards, by name."""
-    found = [tensor for path in sorted(folder.glob("*.safetensors")) for tensor in read_header(path).tensors]
-    return {one.name: [*([one.dtype] if one.dtype != "BF16" or not one.shape else []), *one.shape] for one in found}
+    tensors = [tensor for path in sorted(folder.glob("*.safetensors")) for tensor in read_header(path).tensors]
+    return {t.name: [*([t.dtype] if t.dtype != "BF16" or not t.shape else []), *t.shape] for t in tensors}
 
 
 def as_text(content: Any, indent: int = 0) -> str:

@@ -40,8 +40,8 @@ def floors() -> list[list[str]]:
     """The rooms of each floor, the highest floor first."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     contract = settings["tool"]["importlinter"]["contracts"][0]
-    found = [[room.strip() for room in floor.split("|")] for floor in contract["layers"]]
-    return [floor for floor in found if floor[0] not in LEFT_OUT]
+    every_floor = [[room.strip() for room in floor.split("|")] for floor in contract["layers"]]
+    return [floor for floor in every_floor if floor[0] not in LEFT_OUT]
 
 
 def sentence_of(room: str) -> str:
@@ -55,7 +55,7 @@ def sentence_of(room: str) -> str:
 
 def colour_of(room: str) -> str:
     """Its colour; a KeyError names a room without a group."""
-    return {one: colour for colour, rooms in GROUPS.values() for one in rooms.split()}[room]
+    return {member: colour for colour, rooms in GROUPS.values() for member in rooms.split()}[room]
 
 
 def drawn() -> str:

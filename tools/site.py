@@ -34,8 +34,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     linked = set()
     for path in (*(ROOT / "docs").rglob("*.md"), *(ROOT / page for page in PAGES)):
         folder = path.parent.relative_to(ROOT).as_posix()
-        for found in _LINK.finditer(path.read_text(encoding="utf-8")):
-            target = posixpath.normpath(posixpath.join(folder, found["target"]))
+        for match in _LINK.finditer(path.read_text(encoding="utf-8")):
+            target = posixpath.normpath(posixpath.join(folder, match["target"]))
             if not target.startswith("docs/") and Path(target).suffix in PICTURES and (ROOT / target).is_file():
                 linked.add(target)
     for name in sorted(linked.union(PAGES)):
@@ -49,17 +49,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     inside = "" if here in PAGES else "docs"
     folder = posixpath.dirname(posixpath.join(inside, here))
 
-    def adapted(found: re.Match[str]) -> str:
-        target = found["target"]
+    def adapted(match: re.Match[str]) -> str:
+        target = match["target"]
         if not target or ":" in target:
-            return found[0]
-        at = posixpath.normpath(posixpath.join(folder, target))
-        name = "index.md" if at == "README.md" else at.removeprefix("docs/")
+            return match[0]
+        place = posixpath.normpath(posixpath.join(folder, target))
+        name = "index.md" if place == "README.md" else place.removeprefix("docs/")
         if files.get_file_from_path(name) is None:
-            return found["text"] if not at.startswith("docs/") and (ROOT / at).exists() else found[0]
+            return match["text"] if not place.startswith("docs/") and (ROOT / place).exists() else match[0]
         to = posixpath.relpath(name, posixpath.dirname(here) or ".")
-        anchor = "" if name == "index.md" else found["anchor"] or ""
-        return f"{found['mark']}[{found['text']}]({to}{anchor})"
+        anchor = "" if name == "index.md" else match["anchor"] or ""
+        return f"{match['mark']}[{match['text']}]({to}{anchor})"
 
     parts = _CODE.split(markdown)
     return "".join(part if number % 2 else _LINK.sub(adapted, part) for number, part in enumerate(parts))

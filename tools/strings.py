@@ -72,14 +72,14 @@ def text_of(node: ast.expr) -> str | None:
 
 def error_names(trees: Mapping[str, ast.Module]) -> set[str]:
     """Names of the classes of the package that descend from an exception, and of Python's own exceptions."""
-    found = {name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, Exception)}
-    found |= {"HTTPException", "BadParameter"}
+    names = {name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, Exception)}
+    names |= {"HTTPException", "BadParameter"}
     classes = [node for tree in trees.values() for node in _classes(tree)]
     for _ in range(5):  # bases may be declared after their subclasses
         for node in classes:
-            if any(ast.unparse(base).rpartition(".")[2] in found for base in node.bases):
-                found.add(node.name)
-    return found
+            if any(ast.unparse(base).rpartition(".")[2] in names for base in node.bases):
+                names.add(node.name)
+    return names
 
 
 def _classes(block: ast.AST) -> Iterator[ast.ClassDef]:
@@ -106,15 +106,15 @@ def _docstrings(nodes: Iterable[ast.AST]) -> set[ast.expr]:
 
 def strings_of(path: str, tree: ast.Module, errors: set[str]) -> Iterator[Shown]:
     """The visible texts of one module, in the order of its lines."""
-    found: list[Shown] = []
+    shown: list[Shown] = []
     nodes = [*ast.walk(tree)]
     seen: set[ast.AST] = _docstrings(nodes)  # type: ignore[assignment]
 
     def add(kind: str, node: ast.AST, text: str | None) -> None:
         seen.update(ast.walk(node))
         if text and re.search(r"[A-Za-z]{2}", text):
-            plain = "".join(one if one.isprintable() else " " for one in text)
-            found.append(Shown(path, getattr(node, "lineno", 1), kind, " ".join(plain.split())))
+            plain = "".join(letter if letter.isprintable() else " " for letter in text)
+            shown.append(Shown(path, getattr(node, "lineno", 1), kind, " ".join(plain.split())))
 
     for node in nodes:
         if isinstance(node, ast.Call) and _name(node) in errors:
@@ -137,7 +137,7 @@ def strings_of(path: str, tree: ast.Module, errors: set[str]) -> Iterator[Shown]
             seen.update(ast.walk(node))
             if _PROSE.search(text) and not _NOT_PROSE.search(text):
                 add("help" if path == "rabbitllm/cli/exit_codes.py" else "text", node, text)
-    return iter(sorted(found, key=lambda one: one.line))
+    return iter(sorted(shown, key=lambda text: text.line))
 
 
 def _is_command(node: ast.FunctionDef) -> bool:
@@ -151,7 +151,7 @@ def all_strings() -> list[Shown]:
         for path in sorted(PACKAGE.rglob("*.py"))
     }
     errors = error_names(trees)
-    return [one for path, tree in trees.items() for one in strings_of(path, tree, errors)]
+    return [text for path, tree in trees.items() for text in strings_of(path, tree, errors)]
 
 
 def main() -> None:
@@ -160,15 +160,15 @@ def main() -> None:
     parser.add_argument("--kind", choices=KINDS, help="only these")
     parser.add_argument("--words", action="store_true", help="print numbers of texts and words instead")
     wanted = parser.parse_args()
-    shown = [one for one in all_strings() if wanted.kind in (None, one.kind)]
+    shown = [text for text in all_strings() if wanted.kind in (None, text.kind)]
     if not wanted.words:
-        for one in shown:
-            print(f"{one.path}:{one.line} {one.kind}  {one.text}")
+        for text in shown:
+            print(f"{text.path}:{text.line} {text.kind}  {text.text}")
         return
-    texts = Counter(one.kind for one in shown)
+    texts = Counter(text.kind for text in shown)
     words: Counter[str] = Counter()
-    for one in shown:
-        words[one.kind] += one.words
+    for text in shown:
+        words[text.kind] += text.words
     for kind in filter(texts.__contains__, KINDS):
         print(f"{kind:8} {texts[kind]:6,} texts {words[kind]:8,} words")
     print(f"{'all':8} {sum(texts.values()):6,} texts {sum(words.values()):8,} words")

@@ -54,18 +54,18 @@ def cases() -> list[Case]:
     from transformers.models.auto import modeling_auto
 
     def types_of(mapping: str) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = getattr(modeling_auto, mapping)
-        return found
+        types: Mapping[str, Any] = getattr(modeling_auto, mapping)
+        return types
 
     text = {t for mapping in (*[*MAPPINGS.values()][:-1], *TEXT_MAPPINGS) for t in types_of(mapping)}
-    found: dict[tuple[str, str], Case] = {}
+    by_key: dict[tuple[str, str], Case] = {}
     for auto, mapping in MAPPINGS.items():
         for model_type, names in types_of(mapping).items():
             name = names if isinstance(names, str) else names[0]
             if auto == "AutoModel" and not (model_type in text or _TEXT.search(model_type)):
                 continue
-            found.setdefault((model_type, name), Case(model_type, auto, name))
-    return [found[key] for key in sorted(found)]
+            by_key.setdefault((model_type, name), Case(model_type, auto, name))
+    return [by_key[key] for key in sorted(by_key)]
 
 
 def row_of(case: Case, seconds: float = SECONDS, memory: int = MEMORY) -> Row:
@@ -173,7 +173,7 @@ def _line(model_type: str, rows: Sequence[Row]) -> str:
         said.setdefault(" ".join(filter(None, (result, row.why and f"({row.why})"))), []).append(row.name)
     everything = len(said) == 1
     results = [text if everything else f"{', '.join(names)}: {text}" for text, names in said.items() if text]
-    inputs = dict.fromkeys(kind for row in rows for kind in row.inputs)
+    inputs = dict.fromkeys(name for row in rows for name in row.inputs)
     cells = [model_type, ", ".join(row.name for row in rows), ", ".join(inputs), "; ".join(results)]
     return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |"
 
@@ -212,19 +212,19 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="ignore cached results")
     parser.add_argument("--found", type=Path, default=FOUND, help="cache of results (build/supported_models.json)")
     parser.add_argument("--page", type=Path, default=PAGE, help="the table (docs/reference/supported-models.md)")
-    given = parser.parse_args()
-    chosen = _chosen(given.names)
+    options = parser.parse_args()
+    chosen = _chosen(options.names)
     if not chosen:
-        parser.error(f"there is no model type or class {', '.join(given.names)}")
-    found = Found(given.found)
-    left = [case for case in chosen if given.again or case.key not in found.rows]
-    with ThreadPoolExecutor(given.jobs) as pool:
+        parser.error(f"there is no model type or class {', '.join(options.names)}")
+    cache = Found(options.found)
+    left = [case for case in chosen if options.again or case.key not in cache.rows]
+    with ThreadPoolExecutor(options.jobs) as pool:
         for number, (case, row) in enumerate(zip(left, pool.map(row_of, left), strict=True), 1):
-            found.add(case, row)
+            cache.add(case, row)
             print(f"{number}/{len(left)} {row.model_type} {row.name}: {row.result} {row.why}", flush=True)
-    rows = [found.rows[case.key] for case in chosen]
-    if not given.names:
-        given.page.write_text(page(rows))
+    rows = [cache.rows[case.key] for case in chosen]
+    if not options.names:
+        options.page.write_text(page(rows))
     for result, count in Counter(row.result for row in rows).most_common():
         print(f"{result}: {count}")
     return 0 if all(row.is_sound for row in rows) else 1

@@ -17,13 +17,13 @@ Argument = list[str | None]
 def arguments(function: ast.FunctionDef) -> list[Argument]:
     """Name and default of each argument, without `self`."""
     args = function.args
-    given = [*args.posonlyargs, *args.args]
-    defaults = [None] * (len(given) - len(args.defaults)) + [ast.unparse(default) for default in args.defaults]
-    found: list[Argument] = [[a.arg, d] for a, d in zip(given, defaults, strict=True) if a.arg not in ("self", "cls")]
+    named = [*args.posonlyargs, *args.args]
+    defaults = [None] * (len(named) - len(args.defaults)) + [ast.unparse(default) for default in args.defaults]
+    pairs: list[Argument] = [[a.arg, d] for a, d in zip(named, defaults, strict=True) if a.arg not in ("self", "cls")]
     for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
-        found.append([arg.arg, ast.unparse(default) if default is not None else None])
-    found += [[f"*{args.vararg.arg}", None]] if args.vararg is not None else []
-    return found + ([[f"**{args.kwarg.arg}", None]] if args.kwarg is not None else [])
+        pairs.append([arg.arg, ast.unparse(default) if default is not None else None])
+    pairs += [[f"*{args.vararg.arg}", None]] if args.vararg is not None else []
+    return pairs + ([[f"**{args.kwarg.arg}", None]] if args.kwarg is not None else [])
 
 
 def is_public(name: str) -> bool:

@@ -133,7 +133,9 @@ def screens(command: list[str], environment: dict[str, str]) -> Iterator[Screen]
     yield screen
 
 
-def record(checkpoint: Path, name: str, options: list[str], at: int, seconds_per_mib: float, home: Path) -> list[Text]:
+def record(
+    checkpoint: Path, name: str, options: list[str], share: int, seconds_per_mib: float, home: Path
+) -> list[Text]:
     """Return the parts of the picture: commands, and what they printed."""
     with tempfile.TemporaryDirectory() as folder:
         hub = Path(folder, "hub")
@@ -155,8 +157,8 @@ def record(checkpoint: Path, name: str, options: list[str], at: int, seconds_per
             half_way, nearest = Text(), 101
             pull = ["rabbitllm", "pull", name, *options]
             for screen in screens([sys.executable, "-P", "-m", *pull], environment):
-                if found := DONE.search(screen.text().plain):
-                    distance = abs(int(found[1]) - at)
+                if match := DONE.search(screen.text().plain):
+                    distance = abs(int(match[1]) - share)
                     if distance <= nearest:
                         half_way, nearest = screen.text(), distance
             left = screen.text()
@@ -203,9 +205,9 @@ def main() -> None:
     parser.add_argument(
         "--home", type=Path, required=True, help="an empty folder for the layer files; its name is shown"
     )
-    given = parser.parse_args()
-    options = ["--compression", given.compression, "--max-disk", given.max_disk]
-    draw(record(given.checkpoint, given.name, options, given.at, given.seconds_per_mib, given.home), given.out)
+    parsed = parser.parse_args()
+    options = ["--compression", parsed.compression, "--max-disk", parsed.max_disk]
+    draw(record(parsed.checkpoint, parsed.name, options, parsed.at, parsed.seconds_per_mib, parsed.home), parsed.out)
 
 
 if __name__ == "__main__":

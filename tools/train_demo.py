@@ -347,7 +347,7 @@ def evaluate(
     model.eval()
     total, tokens = 0.0, 0
     with rounded_weights(model, precision):
-        given = BundledModel().answers(model, tokenizer, problems)
+        answers = BundledModel().answers(model, tokenizer, problems)
         for problem in problems:
             question = tokenizer(problem.prompt)["input_ids"]
             answer = [*tokenizer(f" {problem.answer}")["input_ids"], tokenizer.eos_token_id]
@@ -355,7 +355,7 @@ def evaluate(
             labels = torch.tensor([[UNLABELLED] * len(question) + answer])
             total += float(answer_loss(model, ids, labels))
             tokens += len(answer)
-    hits = [exact_match(text, problem) for text, problem in zip(given, problems, strict=True)]
+    hits = [exact_match(text, problem) for text, problem in zip(answers, problems, strict=True)]
     by_kind = {
         kind: sum(hit for hit, problem in zip(hits, problems, strict=True) if problem.kind == kind)
         / sum(problem.kind == kind for problem in problems)

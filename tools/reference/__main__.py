@@ -26,17 +26,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page differs")
     parser.add_argument("--into", type=Path, default=FOLDER, help="folder of the pages (docs/reference)")
-    given = parser.parse_args()
+    options = parser.parse_args()
     differing = []
     for name, page in PAGES.items():
-        path, text = given.into / name, page()
+        path, text = options.into / name, page()
         if path.exists() and path.read_text(encoding="utf-8") == text:
             continue
         differing.append(name)
-        if not given.check:
+        if not options.check:
             path.write_text(text, encoding="utf-8")
-    print(("differs" if given.check else "written") + ": " + (", ".join(differing) or "nothing"))
-    return 1 if given.check and differing else 0
+    print(("differs" if options.check else "written") + ": " + (", ".join(differing) or "nothing"))
+    return 1 if options.check and differing else 0
 
 
 if __name__ == "__main__":

@@ -123,14 +123,15 @@ def page() -> str:
     """The page."""
     lines = [BEGIN]
     rows = [
-        (group, ", ".join(f"[`{one.name}`](#{_anchor(one.name)})" for one in found)) for group, found in GROUPS.items()
+        (group, ", ".join(f"[`{shown.name}`](#{_anchor(shown.name)})" for shown in members))
+        for group, members in GROUPS.items()
     ]
     lines += table(["task", "names"], rows)
-    for group, found in GROUPS.items():
+    for group, members in GROUPS.items():
         lines += ["", f"## {group}"]
-        for one in found:
-            lines += ["", *_object(one)]
-            if one.name == "RabbitLLMBaseModel":
+        for shown in members:
+            lines += ["", *_object(shown)]
+            if shown.name == "RabbitLLMBaseModel":
                 lines += ["", *OTHER_CLASSES.splitlines()]
     return "\n".join(lines) + "\n"
 
@@ -142,36 +143,36 @@ def _anchor(heading: str) -> str:
 def found_at(path: str) -> griffe.Object:
     """The object at a module's path and a name."""
     where, _, name = path.partition(":")
-    found = module(where)[name]
-    assert isinstance(found, griffe.Object)
-    return found
+    owner = module(where)[name]
+    assert isinstance(owner, griffe.Object)
+    return owner
 
 
 def _object(shown: Shown) -> Iterator[str]:
-    found = found_at(shown.path)
+    owner = found_at(shown.path)
     yield f"### {shown.name}"
     yield ""
-    if isinstance(found, griffe.Function):
-        yield from _function(found)
+    if isinstance(owner, griffe.Function):
+        yield from _function(owner)
         return
-    assert isinstance(found, griffe.Class)
-    yield from _class(shown, found, [found_at(one) for one in shown.bases])
+    assert isinstance(owner, griffe.Class)
+    yield from _class(shown, owner, [found_at(base) for base in shown.bases])
 
 
-def _function(found: griffe.Function) -> Iterator[str]:
-    yield from _text(found)
-    arguments = {one.name: one for one in found.parameters if one.name not in ("self", "cls")}
-    yield from _arguments(found, arguments)
-    for section in sections(found):
+def _function(function: griffe.Function) -> Iterator[str]:
+    yield from _text(function)
+    arguments = {param.name: param for param in function.parameters if param.name not in ("self", "cls")}
+    yield from _arguments(function, arguments)
+    for section in sections(function):
         if section.kind is griffe.DocstringSectionKind.returns:
-            kind = _type(found.annotation)
+            annotation = _type(function.annotation)
             said = sentence(one_line(section.value[0].description))
-            yield from ("", f"**Returns** {f'`{kind}`: ' if kind not in ('', 'Any') else ''}{said}")
-    yield from _raises(found)
+            yield from ("", f"**Returns** {f'`{annotation}`: ' if annotation not in ('', 'Any') else ''}{said}")
+    yield from _raises(function)
 
 
-def _arguments(found: griffe.Object, arguments: Mapping[str, griffe.Parameter]) -> Iterator[str]:
-    described = dict(_items(found, griffe.DocstringSectionKind.parameters))
+def _arguments(owner: griffe.Object, arguments: Mapping[str, griffe.Parameter]) -> Iterator[str]:
+    described = dict(_items(owner, griffe.DocstringSectionKind.parameters))
     rows, is_by_name = [], False
     for name, argument in arguments.items():
         by_name = argument.kind is griffe.ParameterKind.keyword_only
@@ -182,25 +183,25 @@ def _arguments(found: griffe.Object, arguments: Mapping[str, griffe.Parameter]) 
         if name.lstrip("*") not in described and name not in described:
             continue
         meaning = described.get(name) or described[name.lstrip("*")]
-        rows.append((f"{mark}`{name}`", _code(_type(argument.annotation)), _default(found, argument), meaning))
+        rows.append((f"{mark}`{name}`", _code(_type(argument.annotation)), _default(owner, argument), meaning))
     if rows:
         yield ""
         yield from table(["argument", "type", "default", "meaning"], rows)
 
 
-def _class(shown: Shown, found: griffe.Class, bases: Sequence[griffe.Object]) -> Iterator[str]:
-    yield from _text(found)
-    if shown.is_made and isinstance(made := found.members.get("__init__"), griffe.Function):
-        yield from _arguments(found, {one.name: one for one in made.parameters if one.name != "self"})
-    members = {name: member for one in (*bases, found) for name, member in one.members.items()}
+def _class(shown: Shown, owner: griffe.Class, bases: Sequence[griffe.Object]) -> Iterator[str]:
+    yield from _text(owner)
+    if shown.is_made and isinstance(initializer := owner.members.get("__init__"), griffe.Function):
+        yield from _arguments(owner, {param.name: param for param in initializer.parameters if param.name != "self"})
+    members = {name: member for source in (*bases, owner) for name, member in source.members.items()}
     rows = []
-    for name, meaning in (item for one in (*bases, found) for item in _items(one, _ATTRIBUTES)):
+    for name, meaning in (item for source in (*bases, owner) for item in _items(source, _ATTRIBUTES)):
         member = members.get(name)
         typed = member if isinstance(member, griffe.Attribute) else None
-        kind = _type(typed.annotation) if typed else ""
+        annotation = _type(typed.annotation) if typed else ""
         default = "" if not shown.is_made else "required" if not typed or typed.value is None else f"`{typed.value}`"
         if not meaning.endswith("; internal."):
-            rows.append((f"`{name}`", _code(kind), default, meaning))
+            rows.append((f"`{name}`", _code(annotation), default, meaning))
     methods = []
     for name in shown.members:
         member = members[name]
@@ -208,39 +209,39 @@ def _class(shown: Shown, found: griffe.Class, bases: Sequence[griffe.Object]) ->
             rows.append((f"`{name}`", _code(_type(member.annotation)), "", _summary(member)))
         elif isinstance(member, griffe.Function):
             methods.append(member)
-    if "Enum" in str(found.bases):
-        rows = [(f"`{name}`", f"`{one.value}`", "", _summary(one)) for name, one in found.attributes.items()]
+    if "Enum" in str(owner.bases):
+        rows = [(f"`{name}`", f"`{member.value}`", "", _summary(member)) for name, member in owner.attributes.items()]
     if rows:
         yield ""
         head = "argument" if shown.is_made else "attribute"
-        yield from table([head, "value" if "Enum" in str(found.bases) else "type", "default", "meaning"], rows)
+        yield from table([head, "value" if "Enum" in str(owner.bases) else "type", "default", "meaning"], rows)
     for method in methods:
         yield from ("", f"#### {shown.name}.{method.name}", "")
         yield from _function(method)
 
 
-def _text(found: griffe.Object) -> Iterator[str]:
-    texts = [one.value for one in sections(found) if one.kind is griffe.DocstringSectionKind.text]
-    yield "\n\n".join(one for text in texts for one in paragraphs(text))
+def _text(owner: griffe.Object) -> Iterator[str]:
+    texts = [section.value for section in sections(owner) if section.kind is griffe.DocstringSectionKind.text]
+    yield "\n\n".join(paragraph for text in texts for paragraph in paragraphs(text))
 
 
-def _summary(found: griffe.Object | griffe.Alias) -> str:
-    return one_line(found.docstring.value) if found.docstring else ""
+def _summary(owner: griffe.Object | griffe.Alias) -> str:
+    return one_line(owner.docstring.value) if owner.docstring else ""
 
 
-def _raises(found: griffe.Object) -> Iterator[str]:
-    for section in sections(found):
+def _raises(owner: griffe.Object) -> Iterator[str]:
+    for section in sections(owner):
         if section.kind is not griffe.DocstringSectionKind.raises:
             continue
         yield from ("", "**Raises**", "")
-        for one in section.value:
-            names = str(one.annotation).strip("()").split(", ")
-            yield f"- `{'`, `'.join(names)}`: {one_line(one.description)}"
+        for error in section.value:
+            names = str(error.annotation).strip("()").split(", ")
+            yield f"- `{'`, `'.join(names)}`: {one_line(error.description)}"
 
 
-def _items(found: griffe.Object, kind: griffe.DocstringSectionKind) -> Iterator[tuple[str, str]]:
+def _items(owner: griffe.Object, kind: griffe.DocstringSectionKind) -> Iterator[tuple[str, str]]:
     """Name and description; one entry may be about several names."""
-    for section in sections(found):
+    for section in sections(owner):
         if section.kind is kind:
             for item in section.value:
                 named = f"{item.name} {item.annotation}" if item.name.endswith(",") else item.name
@@ -260,14 +261,14 @@ def _code(text: str) -> str:
     return f"`{text}`" if text else ""
 
 
-def _default(found: griffe.Object, argument: griffe.Parameter) -> str:
+def _default(owner: griffe.Object, argument: griffe.Parameter) -> str:
     if argument.kind is griffe.ParameterKind.var_keyword:
         return ""
     if argument.default is None:
         return "required"
     text = str(argument.default)
     if re.fullmatch(r"_?[A-Z][A-Z_]+", text):
-        value = getattr(importlib.import_module(found.module.path), text)
+        value = getattr(importlib.import_module(owner.module.path), text)
         text = f"{type(value).__name__}()" if dataclasses.is_dataclass(value) else repr(value)
     if text.startswith("lambda"):
         return "nothing"
@@ -277,11 +278,11 @@ def _default(found: griffe.Object, argument: griffe.Parameter) -> str:
 _ATTRIBUTES = griffe.DocstringSectionKind.attributes
 
 
-def described(found: griffe.Object) -> set[str]:
+def described(owner: griffe.Object) -> set[str]:
     """Names of the arguments that a docstring describes."""
-    return {name.lstrip("*") for name, _ in _items(found, griffe.DocstringSectionKind.parameters)}
+    return {name.lstrip("*") for name, _ in _items(owner, griffe.DocstringSectionKind.parameters)}
 
 
 def public_names() -> Iterable[str]:
     """First parts of the names on the page."""
-    return {one.name.removeprefix("rabbitllm.").partition(".")[0] for found in GROUPS.values() for one in found}
+    return {shown.name.removeprefix("rabbitllm.").partition(".")[0] for members in GROUPS.values() for shown in members}

@@ -58,13 +58,13 @@ def page() -> str:
     infos = [info for info in app.registered_commands if not info.hidden]
     commands = dict(vars(typer.main.get_command(app))["commands"])
     names = {field.name for field in dataclasses.fields(ModelOptions)}
-    shared = {one.name: _row(one) for one in _options(commands[ALL_MODEL_OPTIONS]) if one.name in names}
+    shared = {param.name: _row(param) for param in _options(commands[ALL_MODEL_OPTIONS]) if param.name in names}
     lines = [BEGIN, "## Exit codes", "", *table(["code", "meaning"], _exit_codes()), "", "## Commands", ""]
     panels: dict[str, list[tuple[str, str]]] = {}
     for info in infos:
         summary = _described(info.callback)[0][0]
         panels.setdefault(str(info.rich_help_panel), []).append((f"[`{info.name}`](#{info.name})", summary))
-    rows = [(panel if not number else "", *row) for panel, found in panels.items() for number, row in enumerate(found)]
+    rows = [("" if number else panel, *row) for panel, entries in panels.items() for number, row in enumerate(entries)]
     lines += table(["", "command", "purpose"], rows)
     lines += ["", "## Model options", "", "Of the commands that load, split or plan a model:", ""]
     lines += table(["option", "default", "meaning"], shared.values())
@@ -88,8 +88,8 @@ def _described(callback: Callable[..., Any] | None) -> tuple[list[str], list[str
     said: list[str] = []
     examples: list[str] = []
     for part in re.split(r"\n\s*\n", inspect.cleandoc(callback.__doc__ or "")):
-        if found := EXAMPLES.match(part):
-            examples += [line.strip() for line in found["lines"].splitlines() if line.strip()]
+        if match := EXAMPLES.match(part):
+            examples += [line.strip() for line in match["lines"].splitlines() if line.strip()]
         else:
             said += map(_with_code, paragraphs(part))
     return said, examples
@@ -97,8 +97,11 @@ def _described(callback: Callable[..., Any] | None) -> tuple[list[str], list[str
 
 def _options(command: Any) -> list[Any]:
     """In the order of the help."""
-    found = [one for one in command.params if one.param_type_name == "option" and one.name != "help" and not one.hidden]
-    return sorted(found, key=lambda one: PANELS.index(one.rich_help_panel) if one.rich_help_panel else len(PANELS))
+    options = [param for param in command.params if param.param_type_name == "option" and not param.hidden]
+    options = [param for param in options if param.name != "help"]
+    return sorted(
+        options, key=lambda param: PANELS.index(param.rich_help_panel) if param.rich_help_panel else len(PANELS)
+    )
 
 
 Row = tuple[str, str, str]
@@ -106,22 +109,24 @@ Row = tuple[str, str, str]
 
 def _section(name: str, callback: Callable[..., Any] | None, command: Any, shared: Mapping[str, Row]) -> Iterator[str]:
     said, examples = _described(callback)
-    arguments = [one for one in command.params if one.param_type_name == "argument"]
+    arguments = [param for param in command.params if param.param_type_name == "argument"]
     options = _options(command)
-    words = [_argument(one) if one.required else f"[{_argument(one)}]" for one in arguments]
-    words += [f"{max(one.opts, key=len)} {one.metavar or word_of(one)}" for one in options if one.required]
+    words = [_argument(param) if param.required else f"[{_argument(param)}]" for param in arguments]
+    words += [f"{max(param.opts, key=len)} {param.metavar or word_of(param)}" for param in options if param.required]
     yield f"## {name}"
-    for one in said:
-        yield from ("", one)
+    for paragraph in said:
+        yield from ("", paragraph)
     yield from ("", "```text", " ".join(["rabbitllm", name, *words, "[OPTIONS]"]), "```")
     if examples:
         yield from ("", "```bash", *examples, "```")
-    own = [(f"`{_argument(one)}`", "", _meaning(one)) for one in arguments if one.name not in ("model", "source")]
-    own += [row for one in options if (row := _row(one)) not in shared.values()]
+    own = [
+        (f"`{_argument(param)}`", "", _meaning(param)) for param in arguments if param.name not in ("model", "source")
+    ]
+    own += [row for param in options if (row := _row(param)) not in shared.values()]
     if own:
         yield from ("", *table(["", "default", "meaning"], own))
-    names = {one.name for one in options}
-    rows = [_row(one) for one in options]
+    names = {param.name for param in options}
+    rows = [_row(param) for param in options]
     has = [f"`{row[0].split()[0].strip('`,')}`" for row in shared.values() if row in rows]
     left_out = [f"`{row[0].split()[0].strip('`,')}`" for name, row in shared.items() if name not in names]
     if len(has) >= len(left_out):
@@ -130,19 +135,19 @@ def _section(name: str, callback: Callable[..., Any] | None, command: Any, share
         yield from ("", f"And {', '.join(has)}: see [model options](#model-options).")
 
 
-def _row(one: Any) -> Row:
-    spelled = [*sorted(one.opts, key=len, reverse=True), *one.secondary_opts]
-    word = "" if getattr(one, "is_flag", False) else f" {one.metavar or word_of(one)}"
+def _row(param: Any) -> Row:
+    spelled = [*sorted(param.opts, key=len, reverse=True), *param.secondary_opts]
+    word = "" if getattr(param, "is_flag", False) else f" {param.metavar or word_of(param)}"
     spelled[0] += word
-    default = "required" if one.required else "" if one.default in (None, False, []) else f"`{one.default}`"
-    return ", ".join(f"`{text}`" for text in spelled), default, _meaning(one)
+    default = "required" if param.required else "" if param.default in (None, False, []) else f"`{param.default}`"
+    return ", ".join(f"`{text}`" for text in spelled), default, _meaning(param)
 
 
-def _meaning(one: Any) -> str:
-    text = _with_code(one_line(one.help or ""))
-    least = getattr(one, "min", None)
+def _meaning(param: Any) -> str:
+    text = _with_code(one_line(param.help or ""))
+    least = getattr(param, "min", None)
     text += f" At least {least}." if least is not None and least > 1 else ""
-    return text + (f" Environment: `{one.envvar}`." if one.envvar else "")
+    return text + (f" Environment: `{param.envvar}`." if param.envvar else "")
 
 
 def _with_code(text: str) -> str:
@@ -153,5 +158,5 @@ def _with_code(text: str) -> str:
     )
 
 
-def _argument(one: Any) -> str:
-    return str(one.metavar or one.name.upper())
+def _argument(param: Any) -> str:
+    return str(param.metavar or param.name.upper())

@@ -34,29 +34,29 @@ except RabbitLLMError as error:
 
 def page() -> str:
     """The page."""
-    found = module("rabbitllm.errors")
+    documented = module("rabbitllm.errors")
     tree = list(_below(errors.RabbitLLMError))
-    lines = [BEGIN, "```text", *(f"{'  ' * depth}{_named(one)}" for depth, one in tree), "```"]
-    for _, one in tree:
-        lines += ["", f"## {one.__name__}", "", *_described(found[one.__name__])]
+    lines = [BEGIN, "```text", *(f"{'  ' * depth}{_named(cls)}" for depth, cls in tree), "```"]
+    for _, cls in tree:
+        lines += ["", f"## {cls.__name__}", "", *_described(documented[cls.__name__])]
     return "\n".join(lines) + "\n"
 
 
-def _below(kind: type[Any], depth: int = 0) -> Iterator[tuple[int, type[Any]]]:
+def _below(cls: type[Any], depth: int = 0) -> Iterator[tuple[int, type[Any]]]:
     """The classes in the order of the source, each with its depth."""
-    yield depth, kind
-    for one in kind.__subclasses__():
-        if one.__module__ == errors.__name__:
-            yield from _below(one, depth + 1)
+    yield depth, cls
+    for subclass in cls.__subclasses__():
+        if subclass.__module__ == errors.__name__:
+            yield from _below(subclass, depth + 1)
 
 
-def _named(kind: type[Any]) -> str:
-    others = [base.__name__ for base in kind.__bases__ if base.__module__ == "builtins" and base is not Exception]
-    return f"{kind.__name__} ({', '.join(others)})" if others else kind.__name__
+def _named(cls: type[Any]) -> str:
+    others = [base.__name__ for base in cls.__bases__ if base.__module__ == "builtins" and base is not Exception]
+    return f"{cls.__name__} ({', '.join(others)})" if others else cls.__name__
 
 
-def _described(found: griffe.Object) -> Iterator[str]:
-    for section in sections(found):
+def _described(owner: griffe.Object) -> Iterator[str]:
+    for section in sections(owner):
         if section.kind is griffe.DocstringSectionKind.text:
             yield "\n\n".join(paragraphs(section.value))
         elif section.kind is griffe.DocstringSectionKind.parameters:

@@ -18,9 +18,9 @@ def module(name: str) -> griffe.Module:
     return griffe.visit(name, file, file.read_text(encoding="utf-8"), docstring_parser=griffe.Parser.google)
 
 
-def sections(found: griffe.Object) -> list[griffe.DocstringSection]:
+def sections(owner: griffe.Object) -> list[griffe.DocstringSection]:
     """The sections of a docstring."""
-    assert found.docstring is not None, found.path
-    return found.docstring.parse(
+    assert owner.docstring is not None, owner.path
+    return owner.docstring.parse(
         griffe.Parser.google, warnings=False, returns_multiple_items=False, returns_named_value=False
     )
