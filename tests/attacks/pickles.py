@@ -144,7 +144,7 @@ def with_dtype(dtype: Any, held: Any) -> bytes:
     return pickled({"w": rebuilt})
 
 
-BYTES = storage(kind=torch.UntypedStorage, elements=16)
+BYTES = storage(cls=torch.UntypedStorage, elements=16)
 FROM_TYPE = torch._tensor._rebuild_from_type_v2
 TENSOR = tensor()
 
@@ -424,7 +424,7 @@ ATTACKS = [
     unsafe("storage key of other digits", "expected digits", tensor_pickle(storage(key="٣"))),
     unsafe("storage on a number", "on the number 7; expected a device's name", tensor_pickle(storage(place=7))),
     unsafe(
-        "storage type as text", "a storage of type the text 'FloatStorage'", tensor_pickle(storage(kind="FloatStorage"))
+        "storage type as text", "a storage of type the text 'FloatStorage'", tensor_pickle(storage(cls="FloatStorage"))
     ),
     unsafe(
         "persistent id of another kind",
@@ -434,7 +434,7 @@ ATTACKS = [
     unsafe(
         "one storage as two types",
         "names storage 0 again, with another type or size",
-        pickled({"a": TENSOR, "b": tensor(storage(elements=2, kind=torch.DoubleStorage), 0, (2,), (1,))}),
+        pickled({"a": TENSOR, "b": tensor(storage(elements=2, cls=torch.DoubleStorage), 0, (2,), (1,))}),
     ),
     # names
     Attack("list as the root", "holds a list of 1; expected a dict of tensors", pickled([tensor()])),

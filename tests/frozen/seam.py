@@ -1,7 +1,7 @@
 """The one file of the frozen suite that knows the inside: the steps by which the package changes the disk.
 
     with CrashServer() as server:
-        ended = server.ask(MAKE, {"command": ["pull", "model"], "folder": "/tmp/x"}, at=17)
+        ended = server.ask(MAKE, {"command": ["pull", "model"], "folder": "/tmp/x"}, moment=17)
 
 A process imports everything once and forks for each call; the fork is killed at the step. Each other file of the suite
 uses public names alone, so that only this one follows when the seam moves.

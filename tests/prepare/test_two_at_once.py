@@ -239,7 +239,7 @@ def test_load_waits_for_a_repair(
         except BaseException as error:
             problems.append(error)
 
-    with Paused("repair", folder=damaged, original=folder, at=[moment]) as other:
+    with Paused("repair", folder=damaged, original=folder, moments=[moment]) as other:
         thread = threading.Thread(target=load)
         thread.start()
         deadline = time.monotonic() + 600
@@ -280,7 +280,7 @@ def test_a_repair_that_waited_finishes_that_of_a_killed_process(
     whole = contents(Call(str(folder), str(folder.parent / "whole"), sequential=False).make())
     words = [sys.executable, "-m", "rabbitllm", "verify", str(damaged), "--repair", "--original", str(folder)]
     with (
-        Paused("repair", folder=damaged, original=folder, at=moments) as other,
+        Paused("repair", folder=damaged, original=folder, moments=moments) as other,
         subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as second,
     ):
         assert second.stderr is not None

@@ -65,7 +65,7 @@ class Browser:
         ours, self._write = os.pipe()
         self._read, theirs = os.pipe()
         # the shell gives the pipes the numbers that the browser expects; so they must not have these already
-        to_browser, from_browser = (fcntl.fcntl(one, fcntl.F_DUPFD, 10) for one in (ours, theirs))
+        to_browser, from_browser = (fcntl.fcntl(descriptor, fcntl.F_DUPFD, 10) for descriptor in (ours, theirs))
         os.close(ours)
         os.close(theirs)
         line = f'exec "$@" 3<&{to_browser} 4>&{from_browser} {to_browser}<&- {from_browser}>&-'
@@ -90,7 +90,7 @@ class Browser:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with contextlib.suppress(Exception):
             self.call("Browser.close")
@@ -200,8 +200,8 @@ class Tab:
         deadline = time.monotonic() + seconds
         while True:
             with contextlib.suppress(RuntimeError):  # between two documents there is none to ask
-                if found := self.run(condition):
-                    return found
+                if value := self.run(condition):
+                    return value
             if time.monotonic() > deadline:
                 shown = self.run("document.body?.innerText")
                 raise TimeoutError(f"this did not come about: {condition}\n{shown}\n{self.complaints()}")
@@ -227,8 +227,8 @@ class Tab:
             " e.scrollIntoView({block: 'nearest'});"
             " const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
         )
-        for kind in ("mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+        for event_type in ("mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=event_type, x=x, y=y, button="left", clickCount=1)
 
     def resize(self, width: int, height: int) -> None:
         """The window, in CSS pixels."""
@@ -245,15 +245,15 @@ class Tab:
     def complaints(self) -> list[str]:
         """What scripts threw, and what the browser refused or could not load, so far."""
         self.run("0")
-        found = []
+        texts = []
         for event in self._browser.events:
             if event.get("sessionId") != self._session:
                 continue
             if event["method"] == "Runtime.exceptionThrown":
-                found.append(json.dumps(event["params"]["exceptionDetails"])[:600])
+                texts.append(json.dumps(event["params"]["exceptionDetails"])[:600])
             elif event["method"] == "Log.entryAdded" and event["params"]["entry"]["level"] == "error":
-                found.append(event["params"]["entry"]["text"])
-        return found
+                texts.append(event["params"]["entry"]["text"])
+        return texts
 
     def asked_for(self) -> list[str]:
         """Addresses that the page has asked for so far."""

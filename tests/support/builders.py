@@ -240,13 +240,13 @@ def make_tokenizer() -> Any:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = (*_SPECIAL_TOKENS, *alphabet, *("".join(pair) for pair in merges))
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    made = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
     pad, bos, eos = _SPECIAL_TOKENS
     fast: Any = transformers.PreTrainedTokenizerFast
-    wrapped = fast(tokenizer_object=made, pad_token=pad, bos_token=bos, eos_token=eos, model_max_length=256)
+    wrapped = fast(tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos, model_max_length=256)
     wrapped.chat_template = _CHAT_TEMPLATE
     return wrapped
 
@@ -263,10 +263,10 @@ def talking(tokenizer: Any, context: int | None = None) -> Any:
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, in the order of the model's layers."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        found |= load_file(path)
-    return {name: found[name] for name in sorted(found, key=_natural)}
+        tensors |= load_file(path)
+    return {name: tensors[name] for name in sorted(tensors, key=_natural)}
 
 
 def reshard(folder: Path, assignment: Assignment, pattern: str = SHARD_PATTERN) -> list[Path]:
@@ -394,36 +394,36 @@ def laid_out_oddly(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
     In turns: transposed, every second column of a wider one, as it is, a view into the middle of more, a parameter, and
     in one storage with an earlier one of its shape. What is no matrix has no strides.
     """
-    made: dict[str, torch.Tensor] = {}
+    laid_out: dict[str, torch.Tensor] = {}
     plain: dict[torch.Size, str] = {}
     counts = {True: 0, False: 2}
     for name, tensor in tensors.items():
         way = counts[tensor.ndim == 2] % 6
         counts[tensor.ndim == 2] += 1
         if way == 0 and tensor.ndim == 2:
-            made[name] = tensor.t().contiguous().t()
+            laid_out[name] = tensor.t().contiguous().t()
         elif way == 1 and tensor.ndim == 2:
-            made[name] = torch.stack([tensor, -tensor], dim=2)[:, :, 0]
+            laid_out[name] = torch.stack([tensor, -tensor], dim=2)[:, :, 0]
         elif way == 3:
             whole = torch.zeros(tensor.numel() + 12, dtype=tensor.dtype)
-            made[name] = whole[5 : 5 + tensor.numel()].view(tensor.shape)
-            made[name].copy_(tensor)
+            laid_out[name] = whole[5 : 5 + tensor.numel()].view(tensor.shape)
+            laid_out[name].copy_(tensor)
         elif way == 4 and tensor.is_floating_point():
-            made[name] = torch.nn.Parameter(tensor.clone())
+            laid_out[name] = torch.nn.Parameter(tensor.clone())
         elif way == 5 and (earlier := plain.pop(tensor.shape, None)) is not None:
-            made[earlier], made[name] = torch.stack([made[earlier], tensor])
+            laid_out[earlier], laid_out[name] = torch.stack([laid_out[earlier], tensor])
         else:
-            made[name] = tensor.clone()
+            laid_out[name] = tensor.clone()
             plain[tensor.shape] = name
-    assert all(torch.equal(made[name], tensor) for name, tensor in tensors.items())
-    return made
+    assert all(torch.equal(laid_out[name], tensor) for name, tensor in tensors.items())
+    return laid_out
 
 
 def llama_tensors(
     layers: int = 3, hidden: int = 64, vocabulary: int = 160, dtype: torch.dtype = torch.bfloat16, seed: int = 0
 ) -> dict[str, torch.Tensor]:
     """Random tensors under the names of a Llama with ``layers`` layers, in the order of a pass."""
-    made = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for layer in range(layers):
         lead = f"model.layers.{layer}."
@@ -433,7 +433,7 @@ def llama_tensors(
         shapes |= {f"{lead}mlp.{part}_proj.weight": (2 * hidden, hidden) for part in ("gate", "up")}
         shapes[lead + "mlp.down_proj.weight"] = (hidden, 2 * hidden)
     shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
-    return {name: torch.randn(shape, generator=made).to(dtype) for name, shape in shapes.items()}
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
 
 
 def cut(tensors: Mapping[str, torch.Tensor], shards: int) -> dict[str, dict[str, torch.Tensor]]:

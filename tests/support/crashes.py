@@ -70,7 +70,7 @@ class CrashServer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -84,31 +84,32 @@ class CrashServer:
         return self.ask("tests.support.splitting:make", dataclasses.asdict(call), die_at).status
 
     def ask(
-        self, function: str, call: Mapping[str, Any], at: int | Moment | None = None, delay: float | None = None
+        self, function: str, call: Mapping[str, Any], moment: int | Moment | None = None, delay: float | None = None
     ) -> Ended:
         """Let a function make a call in a new process.
 
         Args:
             function: "module:name"; it takes `call`, and returns an exit code, or None for 0.
             call: data for JSON; with `hub_url` and `hub_home` that process uses this hub.
-            at: the step before which it dies: one of that number, from 0, or of that moment; None: it lives.
+            moment: the step before which it dies: one of that number, from 0, or of that moment; None: it lives.
             delay: seconds by which it outlives that step: then this process sends the signal.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([function, dict(call), at, delay]) + "\n")
+        self._process.stdin.write(json.dumps([function, dict(call), moment, delay]) + "\n")
         self._process.stdin.flush()
         ended = Ended(*json.loads(self._process.stdout.readline()))
         self.kills += ended.status == KILLED
         return ended
 
 
-def is_due(step: Step, at: int | Moment | None, seen: list[int]) -> bool:
-    """Whether a step is the one; `seen` counts those that could have been."""
-    if isinstance(at, int):
-        number = at
-    elif at is not None and step.kind == at["kind"] and fnmatch.fnmatch(f"/{step.path.as_posix()}", f"*/{at['name']}"):
-        number = at.get("number", 0)
+def is_due(step: Step, moment: int | Moment | None, seen: list[int]) -> bool:
+    """Whether the process dies before this step; `seen` counts the steps that fit `moment`."""
+    path = f"/{step.path.as_posix()}"
+    if isinstance(moment, int):
+        number = moment
+    elif moment is not None and step.kind == moment["kind"] and fnmatch.fnmatch(path, f"*/{moment['name']}"):
+        number = moment.get("number", 0)
     else:
         return False
     seen[0] += 1
@@ -138,12 +139,12 @@ def _serve() -> None:
     convert.SHARD_BYTES = 60_000
     for line in sys.stdin:
         gc.freeze()  # no child looks through what it shares with this process
-        function, call, at, delay = json.loads(line)
+        function, call, moment, delay = json.loads(line)
         reading, writing = os.pipe()
         child = os.fork()
         if not child:
             os.close(reading)
-            _make_and_die(function, call, at, delay, writing)
+            _make_and_die(function, call, moment, delay, writing)
         os.close(writing)
         ended, imported = _waited_for(child, reading, delay)
         for name in imported:
@@ -157,23 +158,25 @@ def _waited_for(child: int, reading: int, delay: float | None) -> tuple[tuple[in
 
     Returns the fields of `Ended`, and the modules that a child that came to its end has imported.
     """
-    with os.fdopen(reading, "rb") as told:
-        said = told.read(1)
+    with os.fdopen(reading, "rb") as pipe:
+        said = pipe.read(1)
         if said == b"!" and delay is not None:
             time.sleep(delay)
             os.kill(child, signal.SIGKILL)
-        steps, imported = json.loads(told.read()) if said == b"#" else (0, [])
+        steps, imported = json.loads(pipe.read()) if said == b"#" else (0, [])
     _, status, used = os.wait4(child, 0)
     return (os.waitstatus_to_exitcode(status), steps, used.ru_utime + used.ru_stime), imported
 
 
-def _make_and_die(function: str, call: dict[str, Any], at: int | Moment | None, delay: float | None, tell: int) -> None:
+def _make_and_die(
+    function: str, call: dict[str, Any], moment: int | Moment | None, delay: float | None, tell: int
+) -> None:
     status, counter, known = 1, Counter(), {*sys.modules}
     with contextlib.suppress(BaseException):
         try:
             _settle_in(call)
             module, _, name = function.partition(":")
-            with observe_ticks(_killer(at, delay, tell, counter)), contextlib.redirect_stdout(sys.stderr):
+            with observe_ticks(_killer(moment, delay, tell, counter)), contextlib.redirect_stdout(sys.stderr):
                 status = getattr(importlib.import_module(module), name)(call) or 0
         except BaseException:
             traceback.print_exc()
@@ -194,13 +197,13 @@ def _settle_in(call: Mapping[str, Any]) -> None:
         point_at(call["hub_url"], Path(call["hub_home"]), pytest.MonkeyPatch())
 
 
-def _killer(at: int | Moment | None, delay: float | None, tell: int, counter: Counter) -> Callable[[Step], None]:
+def _killer(moment: int | Moment | None, delay: float | None, tell: int, counter: Counter) -> Callable[[Step], None]:
     lock, seen, is_told = threading.Lock(), [0], [False]
 
     def watch(step: Step) -> None:
         counter(step)
         with lock:
-            if not counts(step) or is_told[0] or not is_due(step, at, seen):
+            if not counts(step) or is_told[0] or not is_due(step, moment, seen):
                 return
             if delay is None:
                 os.kill(os.getpid(), signal.SIGKILL)

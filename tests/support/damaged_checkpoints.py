@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import resource
 import shutil
 import signal
@@ -55,23 +56,23 @@ def _damage_header(path: Path, random: Random) -> str:
     name = random.choice(names)
     entry = table[name]
     size = entry["data_offsets"][1] - entry["data_offsets"][0]
-    elements = max(1, _product(entry["shape"]))
-    kind = random.choice(("shape", "shape", "dtype", "dtype", "rename", "swap", "remove", "reorder"))
-    if kind == "shape":
+    elements = max(1, math.prod(entry["shape"]))
+    change = random.choice(("shape", "shape", "dtype", "dtype", "rename", "swap", "remove", "reorder"))
+    if change == "shape":
         half = elements // 2
         others = ([elements], [1, elements], entry["shape"][::-1], [half, 2], [*entry["shape"], 1], [2, half])
         entry["shape"] = random.choice(others)
-    elif kind == "dtype":
+    elif change == "dtype":
         width = random.choice(list(DTYPES))
         entry["dtype"] = random.choice(DTYPES[width])
         entry["shape"] = [size // width] if width != size // elements else entry["shape"]
-    elif kind == "rename":
+    elif change == "rename":
         new = random.choice((name + "x", name.replace("layers.0", "layers.7"), "model." + name, name.replace("_", "-")))
         table = {new if key == name else key: value for key, value in table.items()}
-    elif kind == "swap":
+    elif change == "swap":
         other = random.choice(names)
         table[name], table[other] = table[other], table[name]
-    elif kind == "remove":
+    elif change == "remove":
         data = data[: 8 + length] + data[8 + length :]
         del table[name]
     else:
@@ -82,27 +83,20 @@ def _damage_header(path: Path, random: Random) -> str:
         )
     header = json.dumps(table).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
-    return f"{path.name}: {kind} of {name}"
+    return f"{path.name}: {change} of {name}"
 
 
-def _product(shape: list[int]) -> int:
-    made = 1
-    for length in shape:
-        made *= length
-    return made
-
-
-def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Every place of a JSON value that holds another one, long lists by their first entries."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value[:4]) if isinstance(value, list) else ()
     for key, inner in pairs:
-        yield (*at, key)
-        yield from places(inner, (*at, key))
+        yield (*place, key)
+        yield from places(inner, (*place, key))
 
 
 def _damage_json(path: Path, random: Random) -> str:
     content = json.loads(path.read_text())
-    place = random.choice([at for at in places(content) if len(at) < 5])
+    place = random.choice([place for place in places(content) if len(place) < 5])
     inside = content
     for key in place[:-1]:
         inside = inside[key]
@@ -129,27 +123,27 @@ def outcome(folder: Path) -> tuple[str, str]:
             folder, sequential_shard_processing=True, device="cpu", show_layer_progress=False
         )
     except TookTooLong:
-        kind, error = "hang", f"more than {SECONDS} s"
+        result, error = "hang", f"more than {SECONDS} s"
     except RabbitLLMError as raised:
-        kind, error = "refused", f"{type(raised).__name__}: {raised.problem}"
+        result, error = "refused", f"{type(raised).__name__}: {raised.problem}"
     except Exception as raised:
-        kind, error = "raw", f"{type(raised).__name__}: {raised}"
+        result, error = "raw", f"{type(raised).__name__}: {raised}"
     else:
-        kind, error = "loads", ""
+        result, error = "loads", ""
         try:
             with torch.inference_mode():
                 model(torch.tensor([[1, 5, 9]]))
         except RabbitLLMError as raised:
-            kind, error = "explained", f"{type(raised).__name__}: {raised.problem}"
+            result, error = "explained", f"{type(raised).__name__}: {raised.problem}"
         except Exception as raised:
-            kind, error = "fails", f"{type(raised).__name__}: {raised}"
+            result, error = "fails", f"{type(raised).__name__}: {raised}"
     finally:
         signal.alarm(0)
-    if kind in ("refused", "raw", "hang"):
+    if result in ("refused", "raw", "hang"):
         after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         if after != before:
-            kind = "lost" if any(path not in after for path in before) else f"{kind}, left something"
-    return kind, " ".join(error.split())[:300]
+            result = "lost" if any(path not in after for path in before) else f"{result}, left something"
+    return result, " ".join(error.split())[:300]
 
 
 def tell(call: Mapping[str, Any]) -> None:
@@ -170,6 +164,6 @@ def tell(call: Mapping[str, Any]) -> None:
             folder = Path(shutil.copytree(call["sound"], Path(scratch) / "model"))
             changed = damage(folder, Random(seed))
             with contextlib.redirect_stdout(sys.stderr):
-                kind, error = outcome(folder)
+                result, error = outcome(folder)
         with open(call["to"], "a") as rows:
-            rows.write(json.dumps([seed, changed, kind, error]) + "\n")
+            rows.write(json.dumps([seed, changed, result, error]) + "\n")

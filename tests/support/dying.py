@@ -32,8 +32,8 @@ class Died:
 
 
 @contextlib.contextmanager
-def dying_at(at: int, *observers: Callable[[Step], None], kinds: tuple[str, ...] = ()) -> Iterator[Died]:
-    """Let what runs in the context die before its step ``at``, counted from 0 among the steps of these kinds.
+def dying_at(index: int, *observers: Callable[[Step], None], kinds: tuple[str, ...] = ()) -> Iterator[Died]:
+    """Let what runs in the context die before its step ``index``, counted from 0 among the steps of these kinds.
 
     The steps that are carried out are shown to the observers. Threads are waited for: a dead process has none.
     """
@@ -49,7 +49,7 @@ def dying_at(at: int, *observers: Callable[[Step], None], kinds: tuple[str, ...]
                 observer(step)
 
     def note(number: int, step: Step) -> None:
-        if number == at:
+        if number == index:
             died.step = step
 
     lock = threading.Lock()

@@ -48,12 +48,12 @@ def _defined(emit: Emitter, name: str, body: Callable[..., Any], result: ir.Type
     known = emit.b.module.globals.get(name)
     if known is not None:
         return known
-    made = ir.Function(emit.b.module, ir.FunctionType(result, arguments), name)
-    made.linkage = "internal"
-    made.attributes.add("noinline")
-    builder = ir.IRBuilder(made.append_basic_block("entry"))
-    builder.ret(body(builder, *made.args))
-    return made
+    function = ir.Function(emit.b.module, ir.FunctionType(result, arguments), name)
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    builder.ret(body(builder, *function.args))
+    return function
 
 
 def _permuted(b: Any, table: Any, indices: Any, bits: int) -> Any:
@@ -61,13 +61,13 @@ def _permuted(b: Any, table: Any, indices: Any, bits: int) -> Any:
     kept = b.alloca(table.type)
     b.store(table, kept)
     first = b.bitcast(kept, table.type.element.as_pointer())
-    found = ir.Constant(indices.type if table.type.element != F32 else table.type, ir.Undefined)
+    vector = ir.Constant(indices.type if table.type.element != F32 else table.type, ir.Undefined)
     for lane in range(indices.type.count):
-        at = ir.Constant(I32, lane)
-        index = b.and_(b.extract_element(indices, at), ir.Constant(indices.type.element, bits))
+        place = ir.Constant(I32, lane)
+        index = b.and_(b.extract_element(indices, place), ir.Constant(indices.type.element, bits))
         index = b.zext(index, I32) if index.type != I32 else index
-        found = b.insert_element(found, b.load(b.gep(first, [index])), at)
-    return found
+        vector = b.insert_element(vector, b.load(b.gep(first, [index])), place)
+    return vector
 
 
 def _of_two(b: Any, first: Any, indices: Any, second: Any) -> Any:
@@ -75,20 +75,20 @@ def _of_two(b: Any, first: Any, indices: Any, second: Any) -> Any:
     return _permuted(b, both, indices, 63)
 
 
-def _dot_pairs(b: Any, sums: Any, one: Any, other: Any) -> Any:
+def _dot_pairs(b: Any, sums: Any, left: Any, right: Any) -> Any:
     words, floats = ir.VectorType(I32, 16), ir.VectorType(F32, 16)
-    one, other = b.bitcast(one, words), b.bitcast(other, words)
+    left, right = b.bitcast(left, words), b.bitcast(right, words)
     high, by = ir.Constant(words, [-(1 << 16)] * 16), ir.Constant(words, [16] * 16)
     for half in (lambda pair: b.and_(pair, high), lambda pair: b.shl(pair, by)):
-        sums = b.fadd(sums, b.fmul(*(b.bitcast(half(pair), floats) for pair in (one, other))))
+        sums = b.fadd(sums, b.fmul(*(b.bitcast(half(pair), floats) for pair in (left, right))))
     return sums
 
 
-def _dot_integers(b: Any, one: Any, other: Any) -> Any:
+def _dot_integers(b: Any, left: Any, right: Any) -> Any:
     """The sums of the products of pairs of words; of pairs of bytes, of which the first have no sign, as words."""
-    count, is_bytes = one.type.count, one.type.element == I8
+    count, is_bytes = left.type.count, left.type.element == I8
     ints, sums = ir.VectorType(I32, count), ir.VectorType(I32, count // 2)
-    products = b.mul((b.zext if is_bytes else b.sext)(one, ints), b.sext(other, ints))
+    products = b.mul((b.zext if is_bytes else b.sext)(left, ints), b.sext(right, ints))
     orders = (ir.Constant(sums, list(range(first, count, 2))) for first in (0, 1))
     total = b.add(*(b.shuffle_vector(products, products, order) for order in orders))
     if not is_bytes:

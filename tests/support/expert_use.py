@@ -53,14 +53,14 @@ class Routed:
         for router in self.routers:
             router.register_forward_hook(self._note)
 
-    def _note(self, router: Any, given: Any, made: Any) -> None:
-        self.chosen.append(made[2].cpu().numpy().astype("uint16"))
+    def _note(self, router: Any, inputs: Any, outputs: Any) -> None:
+        self.chosen.append(outputs[2].cpu().numpy().astype("uint16"))
 
     def trace(self) -> Trace:
         """Of all passes so far."""
         layers = len(self.routers)
-        passes = [np.stack(self.chosen[at : at + layers], axis=1) for at in range(0, len(self.chosen), layers)]
-        return Trace(np.concatenate(passes), np.cumsum([len(one) for one in passes]), self.routers[0].num_experts)
+        passes = [np.stack(self.chosen[first : first + layers], axis=1) for first in range(0, len(self.chosen), layers)]
+        return Trace(np.concatenate(passes), np.cumsum([len(part) for part in passes]), self.routers[0].num_experts)
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,11 @@ def trace(habits: routing.Habits, texts: list[routing.Floats], layers: int, expe
     for layer in range(layers):
         weights = routing.router(layer, experts)
         random = np.random.default_rng((3, layer))
-        for text, found in zip(texts, chosen, strict=True):
+        for text, choices in zip(texts, chosen, strict=True):
             logits = text @ weights.T
             logits += habits.noise * random.standard_normal(logits.shape, np.float32)
-            found.append(np.argpartition(-logits, count, axis=1)[:, :count].astype(np.uint16))
-    return [of_tokens(np.stack(found, axis=1), experts) for found in chosen]
+            choices.append(np.argpartition(-logits, count, axis=1)[:, :count].astype(np.uint16))
+    return [of_tokens(np.stack(choices, axis=1), experts) for choices in chosen]
 
 
 def of_tokens(ids: Ids, experts: int) -> Trace:
@@ -153,8 +153,8 @@ def use_of(trace: Trace, shares: Sequence[float]) -> Use:
         overlap.append(same.mean())
         depths = _recency(ids.tolist())
         reuse += [np.mean(depths < round(share * trace.experts)) for share in shares]
-    found = dict(zip(shares, (reuse / trace.layers).tolist(), strict=True))
-    return Use(float(np.mean(hottest)), float(np.mean(touched)), float(np.mean(overlap)), found)
+    by_share = dict(zip(shares, (reuse / trace.layers).tolist(), strict=True))
+    return Use(float(np.mean(hottest)), float(np.mean(touched)), float(np.mean(overlap)), by_share)
 
 
 def _recency(tokens: list[list[int]]) -> npt.NDArray[np.float64]:
@@ -164,9 +164,9 @@ def _recency(tokens: list[list[int]]) -> npt.NDArray[np.float64]:
     for ids in tokens:
         for expert in ids:
             if expert in order:
-                at = order.index(expert)
-                depths.append(float(at))
-                del order[at]
+                depth = order.index(expert)
+                depths.append(float(depth))
+                del order[depth]
             else:
                 depths.append(float("inf"))
             order.insert(0, expert)

@@ -29,12 +29,12 @@ class Fault:
     def error(self) -> OSError:
         return OSError(self.code, os.strerror(self.code))
 
-    def observer(self, at: int, error: OSError | None = None) -> Callable[[Step], None]:
-        """An observer of steps that fails the one numbered ``at``, among those it may hit, and perhaps all later."""
+    def observer(self, index: int, error: OSError | None = None) -> Callable[[Step], None]:
+        """An observer of steps that fails the one numbered ``index``, among those it may hit, and perhaps all later."""
         raised = error or self.error()
 
         def fail(number: int, step: Step) -> None:
-            if number == at or (self.stays and number > at):
+            if number == index or (self.stays and number > index):
                 raise raised
 
         return Counter(fail, self.kinds)

@@ -202,7 +202,7 @@ class FakeGpu:
 
     @property
     def used(self) -> int:
-        self._held = [one for one in self._held if not one[0].expired()]
+        self._held = [entry for entry in self._held if not entry[0].expired()]
         self._at_most = sum(nbytes for _, nbytes in self._held)
         return self._at_most
 
@@ -354,12 +354,12 @@ def watched() -> Iterator[Operations]:
     """Look at every operation of this thread, and of threads of a pool that get work meanwhile."""
     submit = ThreadPoolExecutor.submit
 
-    def apart(job: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    def apart(job: Callable[..., Any], *args: Any, **named: Any) -> Any:
         with _NoComputation():
-            return job(*args, **given)
+            return job(*args, **named)
 
-    def submitted(pool: ThreadPoolExecutor, job: Callable[..., Any], /, *args: Any, **given: Any) -> Any:
-        return submit(pool, apart, job, *args, **given)
+    def submitted(pool: ThreadPoolExecutor, job: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+        return submit(pool, apart, job, *args, **named)
 
     ThreadPoolExecutor.submit = submitted  # type: ignore[assignment, method-assign]
     try:
@@ -375,10 +375,10 @@ class _NoComputation(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
-        if not func.is_view and any(_ledger.place(tensor) != HOST for tensor in _tensors(given, _tensors(args, []))):
+        named = dict(kwargs or {})
+        if not func.is_view and any(_ledger.place(tensor) != HOST for tensor in _tensors(named, _tensors(args, []))):
             raise Race(f"{func} in a thread whose work on the device no stream orders")
-        return func(*args, **given)
+        return func(*args, **named)
 
 
 _GET_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
@@ -397,9 +397,9 @@ _ASKS_THE_DEVICE = {
 """Operations whose result, or the size of it, is a number that the host needs."""
 
 
-def _answers_itself(kind: type) -> bool:
+def _answers_itself(cls: type) -> bool:
     """Whether a kind of tensor, or one that it is derived from, has a `__torch_function__` of its own."""
-    return any("__torch_function__" in vars(base) for base in takewhile(lambda base: base not in _PLAIN, kind.__mro__))
+    return any("__torch_function__" in vars(base) for base in takewhile(lambda base: base not in _PLAIN, cls.__mro__))
 
 
 class _DeviceOfTensors(TorchFunctionMode):
@@ -412,17 +412,17 @@ class _DeviceOfTensors(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
+        named = dict(kwargs or {})
         if func == _GET_DEVICE and args[0].device.type == "cpu":
             return _ledger.place(args[0])
         if func == _IS_CPU and args[0].device.type == "cpu":
             return _ledger.place(args[0]) == HOST
-        if func in _TO and _ledger.find(args[0]) is not None and self._means_host(func, (*args[1:], *given.values())):
+        if func in _TO and _ledger.find(args[0]) is not None and self._means_host(func, (*args[1:], *named.values())):
             # to torch both are the CPU, so it would hand out the tensor itself
             Operations.look([args[0]])
             with _disable_current_modes():
-                result = func(args[0].clone(), *args[1:], **given)
-                _to_the_host(result, _ledger.place(args[0]), is_waited_for=not given.get("non_blocking"))
+                result = func(args[0].clone(), *args[1:], **named)
+                _to_the_host(result, _ledger.place(args[0]), is_waited_for=not named.get("non_blocking"))
                 return result
         if func is torch.Tensor.numpy and _ledger.find(args[0]) is not None:
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
@@ -432,23 +432,23 @@ class _DeviceOfTensors(TorchFunctionMode):
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], torch.Tensor):  # to where another one is
             where = _ledger.place(args[1])
             if where != HOST and _ledger.find(args[0]) is None:
-                result = func(args[0].clone(), *args[1:], **given)
+                result = func(args[0].clone(), *args[1:], **named)
                 _ledger.put(result, where)
                 return result
-        own = next((kind for kind in types if _answers_itself(kind)), None)
+        own = next((cls for cls in types if _answers_itself(cls)), None)
         if own is not None and func not in self._answering:  # a kind of tensor that may ask others where they are
             self._answering.append(func)
             try:
                 with self:
-                    return own.__torch_function__(func, types, args, given)
+                    return own.__torch_function__(func, types, args, named)
             finally:
                 self._answering.pop()
-        result = func(*args, **given)
-        if func is torch.Tensor.new_tensor and "device" not in given and (where := _ledger.place(args[0])) != HOST:
+        result = func(*args, **named)
+        if func is torch.Tensor.new_tensor and "device" not in named and (where := _ledger.place(args[0])) != HOST:
             _ledger.put(result, where)  # nor do they show whose new tensor it is
             _asks(where, "a copy from ordinary memory")
-        if func in _MAKERS and given.get("device") is not None and torch.device(given["device"]).index is not None:
-            where = torch.device(given["device"])
+        if func in _MAKERS and named.get("device") is not None and torch.device(named["device"]).index is not None:
+            where = torch.device(named["device"])
             _ledger.put(result, where)  # the operations below do not show its device
             _asks(where, "a copy from ordinary memory")
         return result
@@ -475,16 +475,16 @@ def _to_the_host(result: torch.Tensor, device: torch.device, *, is_waited_for: b
         gpu.fetch(result)
 
 
-def _tensors(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
+def _tensors(value: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Those of an operation's arguments or results, added to some; by hand, for torch's own walk over any kind of tree
     takes longer than the operation on a tensor of a tiny model."""
     if isinstance(value, torch.Tensor):
-        found.append(value)
+        tensors.append(value)
     elif isinstance(value, _TREES):
-        for one in value.values() if isinstance(value, dict) else value:
-            if type(one) not in _LEAVES:
-                _tensors(one, found)
-    return found
+        for entry in value.values() if isinstance(value, dict) else value:
+            if type(entry) not in _LEAVES:
+                _tensors(entry, tensors)
+    return tensors
 
 
 _TREES = (list, tuple, dict)
@@ -507,34 +507,34 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
-        tensors = _tensors(given, _tensors(args, []))
+        named = dict(kwargs or {})
+        tensors = _tensors(named, _tensors(args, []))
         with _ledger.lock:
             if not func.is_view:
                 self.look(tensors)
             home = self._common_device(func, args, tensors)
-            if home != HOST and (why := self._asks_for(func, args, given)):
+            if home != HOST and (why := self._asks_for(func, args, named)):
                 _asks(home, why)
-        result = func(*args, **given)
-        device = given.get("device")
+        result = func(*args, **named)
+        device = named.get("device")
         if func is torch.ops.aten._to_copy.default and device is not None and torch.device(device).index is None:
             device = home  # a cast inside another operation names the CPU; one that fetches was answered before
         with _ledger.lock:
-            for made in _tensors(result, []):
-                if made.device.type == "cpu" and _ledger.find(made) is None:
+            for output in _tensors(result, []):
+                if output.device.type == "cpu" and _ledger.find(output) is None:
                     where = device if device is not None and torch.device(device).index is not None else home
                     where = HOST if device is not None and torch.device(device).index is None else where
                     if where != HOST:
-                        _ledger.put(made, torch.device(where))
+                        _ledger.put(output, torch.device(where))
             if func in _TRANSFERS:
-                self._cross(func, args, given, result)
+                self._cross(func, args, named, result)
             elif home != HOST and not func.is_view and (gpu := _ledger.gpus.get(home)) is not None:
                 self.count += 1
                 used = [*tensors, *_tensors(result, [])]
-                gpu.compute(sum(one.nbytes for one in used), _ledger.host_now)
+                gpu.compute(sum(tensor.nbytes for tensor in used), _ledger.host_now)
         return result
 
-    def _cross(self, func: Any, args: tuple[Any, ...], given: Mapping[str, Any], result: torch.Tensor) -> None:
+    def _cross(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any], result: torch.Tensor) -> None:
         """Note a copy from one device to another."""
         source = args[1] if len(args) > 1 and isinstance(args[1], torch.Tensor) else args[0]  # copy_: its target first
         begin, end = _ledger.place(source), _ledger.place(result)
@@ -542,7 +542,7 @@ class Operations(TorchDispatchMode):
             return
         self.crossings[begin, end] += 1
         names = [argument.name for argument in func._schema.arguments]
-        is_waited_for = not {**dict(zip(names, args, strict=False)), **given}.get("non_blocking")
+        is_waited_for = not {**dict(zip(names, args, strict=False)), **named}.get("non_blocking")
         if end == HOST:
             with _disable_current_modes():
                 _to_the_host(result, begin, is_waited_for=is_waited_for)
@@ -553,18 +553,18 @@ class Operations(TorchDispatchMode):
             gpu.compute(result.nbytes, other.now)
 
     @staticmethod
-    def _asks_for(func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> str:
+    def _asks_for(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> str:
         """What of an operation the host has to wait for; "" for nothing."""
         name = func._schema.name.partition("::")[2]
         if name in _ASKS_THE_DEVICE or (name == "where" and len(args) == 1):
             return str(name)
-        if name == "repeat_interleave" and given.get("output_size") is None and not isinstance(args[-1], int):
+        if name == "repeat_interleave" and named.get("output_size") is None and not isinstance(args[-1], int):
             return str(name)
         if func in _INDEXING:
             index = _tensors(args[1], [])
-            if any(one.dtype in (torch.bool, torch.uint8) for one in index):
+            if any(tensor.dtype in (torch.bool, torch.uint8) for tensor in index):
                 return "an index of booleans"
-            if any(one.dim() and _ledger.place(one) == HOST for one in index):
+            if any(tensor.dim() and _ledger.place(tensor) == HOST for tensor in index):
                 return "an index from the host"
         return ""
 

@@ -55,37 +55,37 @@ def names(folder: Path) -> list[str]:
 
 def split_and_load(folder: Path) -> None:
     """Goes on with the split, loads it resident and streamed, and opens it lazily."""
-    made = Call(str(folder / "model")).make()
+    split = Call(str(folder / "model")).make()
     assert not names(folder / "model")
-    assert len(names(made)) >= LAYER_FILES
-    _assert_computes(folder, lambda budget: load(made, budget))
-    _assert_has_all(folder, rabbitllm.lazy_load(made))
+    assert len(names(split)) >= LAYER_FILES
+    _assert_computes(folder, lambda budget: load(split, budget))
+    _assert_has_all(folder, rabbitllm.lazy_load(split))
 
 
 def compress(folder: Path) -> None:
     """Splits the copy at 4bit, and at 4bit-double, where a layer has two files until it is whole."""
     for compression in ("4bit", "4bit-double"):
-        made = Call(str(folder / "copy"), compression=compression, sequential=False).make()
-        assert len(names(made)) >= LAYER_FILES
-        resident, streamed = run(load(made, ALL)), run(load(made, 0))
+        split = Call(str(folder / "copy"), compression=compression, sequential=False).make()
+        assert len(names(split)) >= LAYER_FILES
+        resident, streamed = run(load(split, ALL)), run(load(split, 0))
         assert_same(resident, streamed)
 
 
 def verify_and_repair(folder: Path) -> None:
     """Damages every second layer file of a split, so that all shards are needed again."""
-    made = folder / "model" / "splitted_model"
-    before = {name: (made / name).read_bytes() for name in names(made)}
-    assert not verify(made).damaged
-    for name in names(made)[::2]:
+    split = folder / "model" / "splitted_model"
+    before = {name: (split / name).read_bytes() for name in names(split)}
+    assert not verify(split).damaged
+    for name in names(split)[::2]:
         raw = bytearray(before[name])
         raw[-1] ^= 1
-        (made / name).write_bytes(raw)
-    damaged = {damage.layer for damage in verify(made).damaged}
+        (split / name).write_bytes(raw)
+    damaged = {damage.layer for damage in verify(split).damaged}
     assert len(damaged) >= LAYER_FILES // 2
-    manifest = read_manifest(made)
+    manifest = read_manifest(split)
     assert manifest is not None
-    prepare.repair_split(made, manifest, damaged, folder / "copy")
-    assert {name: (made / name).read_bytes() for name in names(made)} == before
+    prepare.repair_split(split, manifest, damaged, folder / "copy")
+    assert {name: (split / name).read_bytes() for name in names(split)} == before
 
 
 def convert_it(folder: Path) -> None:

@@ -27,8 +27,8 @@ def in_a_fork(work: Callable[[], Any]) -> Any:
             pickle.dump(result, out)
         os._exit(0)
     os.close(writing)
-    with os.fdopen(reading, "rb") as found:
-        data = found.read()
+    with os.fdopen(reading, "rb") as pipe:
+        data = pipe.read()
     assert os.waitpid(child, 0)[1] == 0, "the child hung, or died"
     result = pickle.loads(data)
     if isinstance(result, BaseException):

@@ -107,22 +107,22 @@ def write_gguf(
 
 def shapes_of(family: str) -> dict[str, tuple[int, ...]]:
     """The tensors of a file of this architecture, with shapes in torch's order."""
-    made = FAMILIES[family]
-    config = getattr(transformers, made.config_class)(
+    entry = FAMILIES[family]
+    config = getattr(transformers, entry.config_class)(
         hidden_size=WIDTH,
         intermediate_size=512,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=VOCABULARY,
-        **made.config,
+        **entry.config,
     )
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     processor = TENSOR_PROCESSORS.get(family, TensorProcessor)(config=config.to_dict())
     names = get_gguf_hf_weights_map(model, processor)
     state = model.state_dict()
-    found = {}
+    shapes = {}
     for name, target in names.items():
         if name == "output.weight" and family.startswith("gemma"):
             continue
@@ -132,8 +132,8 @@ def shapes_of(family: str) -> dict[str, tuple[int, ...]]:
             shape = (shape[0], shape[1] // 2, shape[2])
         if name.endswith("_exps"):
             name += ".weight"
-        found[name] = shape
-    return found
+        shapes[name] = shape
+    return shapes
 
 
 def _stored(
@@ -144,20 +144,20 @@ def _stored(
     if len(shape) < 2 or "ffn_gate_inp" in name:
         return values + np.float32("norm" in name), gguf.GGMLQuantizationType.F32
     choice = ["Q4_K", "Q6_K", "Q8_0", "Q4_1", "F16", "F32"][sum(map(ord, name)) % 6] if types == "mixed" else types
-    kind = gguf.GGMLQuantizationType[choice]
+    ggml_type = gguf.GGMLQuantizationType[choice]
     if choice in ("Q4_K", "Q6_K"):  # the package has no encoder for them
-        return _random_blocks(choice, shape, generator), kind
+        return _random_blocks(choice, shape, generator), ggml_type
     if choice == "F32":
-        return values, kind
-    return gguf.quants.quantize(values, kind), kind
+        return values, ggml_type
+    return gguf.quants.quantize(values, ggml_type), ggml_type
 
 
 def _random_blocks(choice: str, shape: tuple[int, ...], generator: np.random.Generator) -> npt.NDArray[np.uint8]:
     elements, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[choice]]
     blocks = generator.integers(0, 256, (*shape[:-1], shape[-1] // elements, nbytes), dtype=np.uint8)
     scale = np.frombuffer(np.float16(1e-4).tobytes(), np.uint8)
-    at = 0 if choice == "Q4_K" else nbytes - 2
-    blocks[..., at : at + 2] = scale
+    offset = 0 if choice == "Q4_K" else nbytes - 2
+    blocks[..., offset : offset + 2] = scale
     if choice == "Q4_K":
         blocks[..., 2:4] = scale
     return blocks.reshape(*shape[:-1], -1)
@@ -203,8 +203,8 @@ def _add_pieces(writer: gguf.GGUFWriter) -> None:
 
 
 def _write(writer: gguf.GGUFWriter, tensors: list[tuple[str, npt.NDArray[Any], gguf.GGMLQuantizationType]]) -> None:
-    for name, data, kind in tensors:
-        writer.add_tensor(name, data, raw_dtype=kind)
+    for name, data, ggml_type in tensors:
+        writer.add_tensor(name, data, raw_dtype=ggml_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -298,8 +298,8 @@ def write_converted(
             plain = values.ndim < 2 or any(
                 part in own for part in ("conv1d", "conv.conv", ".mlp.gate.", "shared_expert_gate")
             )
-            kind = gguf.GGMLQuantizationType["F32" if plain else types]
-            tensors.append((written, gguf.quants.quantize(values, kind), kind))
+            ggml_type = gguf.GGMLQuantizationType["F32" if plain else types]
+            tensors.append((written, gguf.quants.quantize(values, ggml_type), ggml_type))
     _write(writer, tensors)
     return model.eval()
 
@@ -307,7 +307,7 @@ def write_converted(
 def _keys(config: Any) -> dict[str, Any]:
     """The metadata of a config."""
     rope = config.rope_parameters
-    found = {
+    keys = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
@@ -316,14 +316,14 @@ def _keys(config: Any) -> dict[str, Any]:
     }
     if config.model_type == "lfm2":
         kinds = config.layer_types
-        heads = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in kinds]
-        return found | {
+        heads = [config.num_key_value_heads if layer_type == "full_attention" else 0 for layer_type in kinds]
+        return keys | {
             "feed_forward_length": config.intermediate_size,
             "attention.head_count_kv": heads,
             "attention.layer_norm_rms_epsilon": float(config.norm_eps),
             "shortconv.l_cache": config.conv_L_cache,
         }
-    found |= {
+    keys |= {
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
@@ -338,13 +338,13 @@ def _keys(config: Any) -> dict[str, Any]:
         "rope.dimension_sections": [*rope["mrope_section"], 0],
     }
     if getattr(config, "num_experts", None):
-        return found | {
+        return keys | {
             "expert_count": config.num_experts,
             "expert_used_count": config.num_experts_per_tok,
             "expert_feed_forward_length": config.moe_intermediate_size,
             "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
         }
-    return found | {"feed_forward_length": config.intermediate_size}
+    return keys | {"feed_forward_length": config.intermediate_size}
 
 
 def _as_converted(name: str, values: npt.NDArray[Any], config: Any) -> list[tuple[str, npt.NDArray[Any]]]:
@@ -353,9 +353,9 @@ def _as_converted(name: str, values: npt.NDArray[Any], config: Any) -> list[tupl
         return [(name, values[:, 0] if "conv.conv" in name else values)]
     keys, each = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
 
-    def tiled(given: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
+    def tiled(rows: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
         """Rows of value heads, of which those of one key head follow each other, in turns of the key heads."""
-        return np.ascontiguousarray(given.reshape(keys, each, width, -1).swapaxes(0, 1)).reshape(given.shape)
+        return np.ascontiguousarray(rows.reshape(keys, each, width, -1).swapaxes(0, 1)).reshape(rows.shape)
 
     width, before = config.linear_value_head_dim, 2 * keys * config.linear_key_head_dim
     if "conv1d" in name:

@@ -98,12 +98,12 @@ async def reads_slowly(place: Place, chance: random.Random) -> None:
         await asyncio.get_running_loop().sock_connect(taking, (host, int(port)))
         reader, writer = await asyncio.open_connection(sock=taking, limit=1024)
         writer.write(_request(question, version="1.0", logprobs=5))
-        found = b""
+        reply = b""
         while part := await reader.read(256):
-            found += part
+            reply += part
             await asyncio.sleep(0.02)
         writer.close()
-        head, _, rest = found.partition(b"\r\n\r\n")
+        head, _, rest = reply.partition(b"\r\n\r\n")
         status = int(head.split()[1]) if head else 0
         if status in (429, 503):
             place.tally.refused[status] += 1

@@ -268,7 +268,7 @@ class _Revision:
             paths = (path for path in sorted(self.contents.rglob("*")) if path.is_file())
             named = ((path.relative_to(self.contents).as_posix(), path) for path in paths)
             return {name: _File(name, path.stat().st_size, path) for name, path in named}
-        return {name: _File(name, made.size, made) for name, made in sorted(self.contents.items())}
+        return {name: _File(name, content.size, content) for name, content in sorted(self.contents.items())}
 
 
 class _Repositories:
@@ -299,7 +299,7 @@ class _Repositories:
         with self._lock:
             left = tuple(self._left.get(repo, ()))
         resolved = (self._resolve(revision) for revision in (*names.values(), *left))
-        return next((found for found in resolved if found[0] == name_or_commit), None)
+        return next((snapshot for snapshot in resolved if snapshot[0] == name_or_commit), None)
 
     def move_main(self, repo: str, to: str | None) -> None:
         names = self._names(repo)
@@ -344,7 +344,7 @@ class LocalHub:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
 
@@ -372,10 +372,10 @@ class LocalHub:
 
     def commit(self, repo: str, revision: str = "main") -> str:
         """The commit that a revision stands for now; it follows from the contents."""
-        found = self.repositories.find(repo, revision)
-        if found is None:
+        snapshot = self.repositories.find(repo, revision)
+        if snapshot is None:
             raise KeyError(f"no revision {revision} in {repo}")
-        return found[0]
+        return snapshot[0]
 
     def add_revision(self, repo: str, name: str, folder: Path) -> str:
         """Make ``folder`` the revision ``name`` (``main`` too) and return its commit; older commits stay servable."""
@@ -519,8 +519,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.form = parse_qs(self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode())
         for pattern, answer in self.routes:
             if match := re.fullmatch(pattern, url.path):
-                found = {key: unquote(value) for key, value in match.groupdict().items() if value is not None}
-                getattr(self, answer)(**found)
+                parameters = {key: unquote(value) for key, value in match.groupdict().items() if value is not None}
+                getattr(self, answer)(**parameters)
                 return
         self.refuse(HTTPStatus.NOT_FOUND, "", "no such route")
 
@@ -562,15 +562,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def refuse(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
         """Answer an error; the client chooses its exception by ``code``."""
-        told = {"X-Error-Message": message, **({"X-Error-Code": code} if code else {}), **(headers or {})}
-        self.send_json({"error": message}, status, told)
+        fields = {"X-Error-Message": message, **({"X-Error-Code": code} if code else {}), **(headers or {})}
+        self.send_json({"error": message}, status, fields)
 
     def send_file(self, file: _File, headers: dict[str, str]) -> None:
         """Answer a HEAD or GET for the contents, in whole or the one range asked for, with the faults that are due."""
         faults = self.hub.faults
         concerned = faults.concern(file.name)
-        asked = None if faults.ignore_range and concerned else self.headers.get("Range")
-        span = _parse_range(asked, file.size)
+        span = _parse_range(None if faults.ignore_range and concerned else self.headers.get("Range"), file.size)
         if span is None:
             self.begin(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, {"Content-Range": f"bytes */{file.size}"}, 0)
             return
@@ -621,10 +620,10 @@ class _HubHandler(_Handler):
     )
 
     def answer_info(self, repo: str, revision: str = "main") -> None:
-        found = self._admitted(repo, revision)
-        if found is None:
+        snapshot = self._admitted(repo, revision)
+        if snapshot is None:
             return
-        commit, files = found
+        commit, files = snapshot
         siblings: list[dict[str, object]] = [{"rfilename": name} for name in files]
         if "blobs" in parse_qs(self.query):
             siblings = [self._sibling(file) for file in files.values()]
@@ -644,10 +643,10 @@ class _HubHandler(_Handler):
         self.send_json(listing)
 
     def answer_tree(self, repo: str, revision: str, folder: str = "") -> None:
-        found = self._admitted(repo, revision)
-        if found is None:
+        snapshot = self._admitted(repo, revision)
+        if snapshot is None:
             return
-        commit, files = found
+        commit, files = snapshot
         query = parse_qs(self.query)
         prefix = f"{folder.strip('/')}/" if folder else ""
         below = {name: file for name, file in files.items() if name.startswith(prefix)}
@@ -665,22 +664,22 @@ class _HubHandler(_Handler):
         self.send_json(entries[start:stop], headers=headers)
 
     def answer_paths(self, repo: str, revision: str) -> None:
-        found = self._admitted(repo, revision)
-        if found is None:
+        snapshot = self._admitted(repo, revision)
+        if snapshot is None:
             return
-        entries = self._tree(found[1], "", recursive=True)
-        asked = {path.strip("/") for path in self.form.get("paths", [])}
-        self.send_json([entry for entry in entries if entry["path"] in asked])
+        entries = self._tree(snapshot[1], "", recursive=True)
+        wanted = {path.strip("/") for path in self.form.get("paths", [])}
+        self.send_json([entry for entry in entries if entry["path"] in wanted])
 
     def answer_small_file(self, repo: str, commit: str, name: str) -> None:
         self.answer_resolve(repo, commit, name, redirect=False)
 
     def answer_resolve(self, repo: str, revision: str, name: str, redirect: bool | None = None) -> None:
         self.file = name
-        found = self._admitted(repo, revision)
-        if found is None:
+        snapshot = self._admitted(repo, revision)
+        if snapshot is None:
             return
-        commit, files = found
+        commit, files = snapshot
         if name not in files:
             # With the commit, the client also remembers that the file does not exist.
             self.refuse(HTTPStatus.NOT_FOUND, "EntryNotFound", "Entry not found", {"X-Repo-Commit": commit})
@@ -725,10 +724,10 @@ class _HubHandler(_Handler):
             known = "Authorization" in self.headers
             status = HTTPStatus.NOT_FOUND if known else HTTPStatus.UNAUTHORIZED
             self.refuse(status, "RepoNotFound", "Repository not found")
-        elif (found := self.hub.repositories.find(repo, revision)) is None:
+        elif (snapshot := self.hub.repositories.find(repo, revision)) is None:
             self.refuse(HTTPStatus.NOT_FOUND, "RevisionNotFound", f"Invalid rev id: {revision}")
         else:
-            return found
+            return snapshot
         return None
 
     def _refusal(self) -> tuple[int, str, str] | None:
@@ -791,8 +790,8 @@ class _CdnHandler(_Handler):
         if not self.hub.admits(parse_qs(self.query).get("signature", [""])[0]):
             self.refuse(HTTPStatus.FORBIDDEN, "", "Request has expired")
             return
-        found = self.hub.repositories.find(repo, commit)
-        file = found[1].get(name) if found else None
+        snapshot = self.hub.repositories.find(repo, commit)
+        file = snapshot[1].get(name) if snapshot else None
         if file is None or self.hub.repositories.digests.sha256(file) != sha256:
             self.refuse(HTTPStatus.FORBIDDEN, "", "no such contents")
             return

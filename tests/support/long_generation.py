@@ -34,17 +34,17 @@ class Trail:
 
 def prompts(seed: int = 0, lengths: Sequence[int] = LENGTHS) -> dict[str, torch.Tensor]:
     """Random prompts: `input_ids` and `attention_mask`, each (len(lengths), max(lengths)), padded on the left."""
-    made = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     ids = torch.full((len(lengths), max(lengths)), PADDING)
     mask = torch.zeros_like(ids)
     for row, length in enumerate(lengths):
-        ids[row, -length:] = torch.randint(3, 270, (length,), generator=made)
+        ids[row, -length:] = torch.randint(3, 270, (length,), generator=generator)
         mask[row, -length:] = 1
     return {"input_ids": ids, "attention_mask": mask}
 
 
 def continued(
-    model: Any, given: dict[str, Any], new_tokens: int = NEW_TOKENS, *, mode: Any = torch.inference_mode, **options: Any
+    model: Any, batch: dict[str, Any], new_tokens: int = NEW_TOKENS, *, mode: Any = torch.inference_mode, **options: Any
 ) -> Trail:
     """Generate exactly so many tokens, greedily unless `options` of `generate` say otherwise; drawn with seed 0."""
     settings = {
@@ -57,15 +57,15 @@ def continued(
     }
     torch.manual_seed(0)
     with mode():
-        made = model.generate(**{name: value.to(model.device) for name, value in given.items()}, **settings)
-    return Trail(made.sequences, made.logits or (), made.get("past_key_values"))
+        output = model.generate(**{name: value.to(model.device) for name, value in batch.items()}, **settings)
+    return Trail(output.sequences, output.logits or (), output.get("past_key_values"))
 
 
 def assert_same_trail(got: Trail, expected: Trail) -> None:
     """The same logits at every step, bit for bit, and the same tokens; says which step is the first that differs."""
     assert len(got.logits) == len(expected.logits)
-    for step, (found, wanted) in enumerate(zip(got.logits, expected.logits, strict=True)):
-        assert found.dtype == wanted.dtype
+    for step, (logits, wanted) in enumerate(zip(got.logits, expected.logits, strict=True)):
+        assert logits.dtype == wanted.dtype
         assert wanted.isfinite().all(), f"nothing to compare with at step {step}"
-        assert torch.equal(found, wanted), f"step {step} of {len(expected.logits)} differs"
+        assert torch.equal(logits, wanted), f"step {step} of {len(expected.logits)} differs"
     assert torch.equal(got.tokens, expected.tokens)

@@ -72,8 +72,8 @@ def tiny_llama(
 def weights_of(model: Any) -> dict[str, torch.Tensor]:
     """Its weights under transformers' names, as they are published: a tied head is not there."""
     tied = model.config.tie_word_embeddings
-    found = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    return {name: tensor for name, tensor in found.items() if not (tied and name == "lm_head.weight")}
+    tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return {name: tensor for name, tensor in tensors.items() if not (tied and name == "lm_head.weight")}
 
 
 def write_as_transformers(folder: Path, model: Any) -> Path:

@@ -47,7 +47,7 @@ _GLM = Family(
 
 
 _BLOCKS = HYBRIDS[OF_BLOCKS]
-# more than fits beside its head
+# more blocks than fit with the head
 _OF_BLOCKS = replace(_BLOCKS, settings={**_BLOCKS.settings, "layers_block_type": ["mamba", "attention", "moe"] * 3})
 
 
@@ -116,8 +116,8 @@ def _add_blocks(folder: Path, seed: int) -> Path:
         torch.manual_seed(seed)
         blocks = settings["layers_block_type"]
         tensors, width = read_tensors(folder), settings["hidden_size"]
-        for place, kind in enumerate(settings["mtp_layers_block_type"]):
-            path = f"backbone.layers.{blocks.index(kind)}."
+        for place, block_type in enumerate(settings["mtp_layers_block_type"]):
+            path = f"backbone.layers.{blocks.index(block_type)}."
             for name in [name for name in tensors if name.startswith(path)]:
                 random = torch.randn_like(tensors[name]) * 0.08 + name.endswith("norm.weight")
                 tensors[f"mtp.layers.{place}.{name.removeprefix(path)}"] = random
@@ -145,8 +145,8 @@ def random_head(folder: Path, family: Family, seed: int) -> dict[str, torch.Tens
             stacked, path = layer.pop(name), name.rpartition(".")[0]
             for index, matrix in enumerate(stacked):
                 parts = matrix.chunk(2) if name.endswith("gate_up_proj") else [matrix]
-                kinds = ("gate_proj", "up_proj") if len(parts) == 2 else ("down_proj",)
-                layer |= {f"{path}.{index}.{kind}.weight": part for kind, part in zip(kinds, parts, strict=True)}
+                leaves = ("gate_proj", "up_proj") if len(parts) == 2 else ("down_proj",)
+                layer |= {f"{path}.{index}.{leaf}.weight": part for leaf, part in zip(leaves, parts, strict=True)}
     return {**others, **layer}
 
 

@@ -48,10 +48,10 @@ def change_bytes(data: bytes, random: Random) -> bytes:
     """A few bytes set, put in, taken out or repeated."""
     changed = bytearray(data)
     for _ in range(random.randint(1, 4)):
-        at = random.randint(0, len(changed))
+        start = random.randint(0, len(changed))
         cut = random.choice((0, 0, 1, 1, 2, 4, 8))
         new = random.choice((b"", b"\0", b"\xff", random.randbytes(1), random.randbytes(4), b"\xff" * 8))
-        changed[at : at + cut] = changed[at : at + random.randint(1, 30)] if random.random() < 0.2 else new
+        changed[start : start + cut] = changed[start : start + random.randint(1, 30)] if random.random() < 0.2 else new
     return bytes(changed)
 
 
@@ -62,10 +62,10 @@ def change_gguf(data: bytes, random: Random) -> bytes:
     changed = bytearray(data)
     for _ in range(random.choice((1, 1, 2))):
         width = random.choice((4, 8, 8))
-        at = random.randint(4, min(len(changed), 400) - width)
-        held = int.from_bytes(changed[at : at + width], "little")
+        position = random.randint(4, min(len(changed), 400) - width)
+        held = int.from_bytes(changed[position : position + width], "little")
         number = random.choice((*EDGES, held + random.choice((-1, 1, 32))))
-        changed[at : at + width] = (number & ((1 << 8 * width) - 1)).to_bytes(width, "little")
+        changed[position : position + width] = (number & ((1 << 8 * width) - 1)).to_bytes(width, "little")
     return bytes(changed)
 
 
@@ -102,8 +102,9 @@ def change_safetensors(data: bytes, random: Random) -> bytes:
     if random.random() < 0.1:
         text += random.choice(ENDS)
     if random.random() < 0.1:
-        at = random.randint(0, len(text))
-        text = text[:at] + random.choice(("1e400", "-", "NaN", "\\ud800", "[" * 2000, '"', "0", "9" * 5000)) + text[at:]
+        position = random.randint(0, len(text))
+        odd = random.choice(("1e400", "-", "NaN", "\\ud800", "[" * 2000, '"', "0", "9" * 5000))
+        text = text[:position] + odd + text[position:]
     raw = text.encode("utf-8", "surrogatepass")
     claimed = len(raw) if random.random() < 0.9 else random.choice((*EDGES, len(raw) - 1, len(raw) + 1))
     return claimed.to_bytes(8, "little") + raw + body
@@ -118,16 +119,16 @@ def _change_table(table: Pairs, body: bytes, random: Random) -> bytes:
         entry = Pairs([("dtype", "U8"), ("shape", [rows]), ("data_offsets", [begin, begin + rows])])
         table.append((random.choice((*ODD_TEXTS, f"t{len(table)}")), entry))
         return body + bytes(rows)
-    at = random.randrange(len(table))
-    name, entry = table[at]
+    index = random.randrange(len(table))
+    name, entry = table[index]
     if choice == 1:
         table.insert(random.randint(0, len(table)), (name, entry))
     elif choice == 2:
-        table[at] = (random.choice((*ODD_TEXTS, "__metadata__")), entry)
+        table[index] = (random.choice((*ODD_TEXTS, "__metadata__")), entry)
     elif choice == 3:
-        table[at] = (name, _odd(random))
+        table[index] = (name, _odd(random))
     elif choice == 4:
-        del table[at]
+        del table[index]
     elif choice == 5:
         return random.choice((body + b"\0", body[:-1], body[1:], b"", body + body))
     elif isinstance(entry, Pairs) and entry:
@@ -136,24 +137,24 @@ def _change_table(table: Pairs, body: bytes, random: Random) -> bytes:
 
 
 def _change_entry(entry: Pairs, random: Random) -> None:
-    at = random.randrange(len(entry))
-    key, value = entry[at]
+    index = random.randrange(len(entry))
+    key, value = entry[index]
     choice = random.randrange(8)
     if choice == 0:
         entry.append((random.choice((key, "x", "shape")), value))
     elif choice == 1:
-        del entry[at]
+        del entry[index]
     elif choice == 2:
-        entry[at] = (key, _odd(random))
+        entry[index] = (key, _odd(random))
     elif key == "dtype":
-        entry[at] = (key, random.choice(DTYPES))
+        entry[index] = (key, random.choice(DTYPES))
     elif isinstance(value, list):
         numbers = list(value)
         place = random.randint(0, len(numbers))
         near = numbers[place] if place < len(numbers) and isinstance(numbers[place], int) else 0
         new = random.choice((near + 1, near - 1, -near, near * 2, random.choice(EDGES), _odd(random)))
         numbers[place : place + random.randint(0, 1)] = [new] * random.choice((1, 1, 1, 2, 65))
-        entry[at] = (key, numbers)
+        entry[index] = (key, numbers)
 
 
 def _odd(random: Random) -> Any:
@@ -194,14 +195,14 @@ _PLAIN = {value[:1] for value in VALUES} | {b"J", b"M", b"\x8c"}
 
 def _opcodes() -> list[bytes]:
     """Every opcode, with an argument of the right length where it has a short one; and every global."""
-    made = [b"c" + name.replace(" ", "\n").encode() + b"\n" for name in GLOBALS]
+    opcodes = [b"c" + name.replace(" ", "\n").encode() + b"\n" for name in GLOBALS]
     for opcode in pickletools.opcodes:
         code, width = opcode.code.encode("latin-1"), opcode.arg.n if opcode.arg else 0
         if width > 0:
-            made += [code + bytes(width), code + b"\1" + bytes(width - 1), code + b"\xff" * width]
+            opcodes += [code + bytes(width), code + b"\1" + bytes(width - 1), code + b"\xff" * width]
         else:
-            made.append(code)
-    return made + VALUES
+            opcodes.append(code)
+    return opcodes + VALUES
 
 
 OPCODES = _opcodes()
@@ -212,28 +213,28 @@ def change_pickle(data: bytes, random: Random) -> bytes:
     parts = _split_pickle(data)
     plain = [number for number, part in enumerate(parts) if part[:1] in _PLAIN]
     if plain and random.random() < 0.6:  # what keeps the stack as it was
-        at = random.choice(plain)
-        parts[at] = random.choice(VALUES)
+        index = random.choice(plain)
+        parts[index] = random.choice(VALUES)
         if random.random() < 0.3:
-            parts[at:at] = [b"](", random.choice(VALUES), b"e"] if random.random() < 0.5 else [b"]"]
+            parts[index:index] = [b"](", random.choice(VALUES), b"e"] if random.random() < 0.5 else [b"]"]
         return b"".join(parts)
     for _ in range(random.choice((1, 1, 1, 2, 4))):
-        at, other = random.randint(0, len(parts)), random.randint(0, len(parts))
+        index, other = random.randint(0, len(parts)), random.randint(0, len(parts))
         choice = random.randrange(7)
         if choice == 0:
-            del parts[at : at + random.choice((1, 1, 2, 5))]
+            del parts[index : index + random.choice((1, 1, 2, 5))]
         elif choice <= 2:
-            parts[at:at] = [random.choice(OPCODES)]
+            parts[index:index] = [random.choice(OPCODES)]
         elif choice == 3:
-            parts[at : at + 1] = [random.choice(OPCODES)]
+            parts[index : index + 1] = [random.choice(OPCODES)]
         elif choice == 4:
-            parts[at:at] = parts[other : other + random.randint(1, 8)] * random.choice((1, 1, 2, 10))
+            parts[index:index] = parts[other : other + random.randint(1, 8)] * random.choice((1, 1, 2, 10))
         elif choice == 5:
-            moved = parts[at : at + 3]
-            del parts[at : at + 3]
+            moved = parts[index : index + 3]
+            del parts[index : index + 3]
             parts[other:other] = moved
-        elif at < len(parts):
-            parts[at] = parts[at][:1] + change_bytes(parts[at][1:], random)
+        elif index < len(parts):
+            parts[index] = parts[index][:1] + change_bytes(parts[index][1:], random)
     return b"".join(parts)
 
 
@@ -241,8 +242,8 @@ def _split_pickle(data: bytes) -> list[bytes]:
     """The opcodes with their arguments; what is none is the last part."""
     begins = []
     try:
-        for _, _, at in pickletools.genops(data):
-            begins.append(at or 0)
+        for _, _, position in pickletools.genops(data):
+            begins.append(position or 0)
     except Exception:  # whatever Python's lister thinks of it: this is no test of that
         pass
     ends = [*begins[1:], len(data)] if begins else []
@@ -293,30 +294,30 @@ def _change_whole(whole: dict[str, Any], random: Random) -> None:
 def _change_members(members: list[Member], random: Random) -> None:
     if not members:
         members.append(Member("archive/data.pkl", b"\x80\x02}."))
-    at = random.randrange(len(members))
-    member = members[at]
+    index = random.randrange(len(members))
+    member = members[index]
     choice = random.randrange(9)
     if choice <= 2:
-        pickles = [number for number, one in enumerate(members) if one.name.endswith("data.pkl")]
-        at = random.choice(pickles or [at])
-        made = change_pickle(members[at].data, random)
-        members[at] = Member(members[at].name, made)
+        pickles = [number for number, entry in enumerate(members) if entry.name.endswith("data.pkl")]
+        index = random.choice(pickles or [index])
+        changed = change_pickle(members[index].data, random)
+        members[index] = Member(members[index].name, changed)
     elif choice == 3:
-        members[at] = Member(member.name, change_bytes(member.data, random))
+        members[index] = Member(member.name, change_bytes(member.data, random))
     elif choice == 4:
         folder, _, _ = member.name.partition("/")
         name = random.choice((folder, folder, "evil", "..")) + "/" + random.choice(_RECORDS)
         members.insert(random.randint(0, len(members)), Member(name, member.data))
     elif choice == 5:
-        del members[at]
+        del members[index]
     elif choice == 6:
-        members[at] = Member(member.name, member.data, member.local, member.central, not member.described)
+        members[index] = Member(member.name, member.data, member.local, member.central, not member.described)
     else:
         changes = _odd_fields(random, central=bool(choice % 2))
         local, central = (member.local, {**member.central, **changes}) if choice % 2 else (changes, member.central)
         if random.random() < 0.3:  # the same lie in both
             local = central = {key: value for key, value in changes.items() if key in (*_ENTRY_BITS, "name", "extra")}
-        members[at] = Member(member.name, member.data, local, central, member.described)
+        members[index] = Member(member.name, member.data, local, central, member.described)
 
 
 def _odd_fields(random: Random, central: bool) -> dict[str, Any]:
@@ -348,37 +349,37 @@ def change_protobuf(data: bytes, random: Random) -> bytes:
     """Fields taken out, put in, repeated, moved or changed, at the top or in a message."""
     fields = _split_message(data)
     for _ in range(random.choice((1, 1, 1, 2, 3))):
-        at, other = random.randint(0, len(fields)), random.randint(0, len(fields))
+        index, other = random.randint(0, len(fields)), random.randint(0, len(fields))
         choice = random.randrange(6)
         if choice == 0:
-            del fields[at : at + 1]
+            del fields[index : index + 1]
         elif choice == 1:
-            fields[at:at] = [_made_up_field(random)]
+            fields[index:index] = [_made_up_field(random)]
         elif choice == 2:
-            fields[at:at] = fields[other : other + 2] * random.choice((1, 1, 2, 20))
+            fields[index:index] = fields[other : other + 2] * random.choice((1, 1, 2, 20))
         elif choice == 3:
-            fields[at : at + 2] = reversed(fields[at : at + 2])
-        elif at < len(fields):
-            fields[at] = _change_field(fields[at], random)
+            fields[index : index + 2] = reversed(fields[index : index + 2])
+        elif index < len(fields):
+            fields[index] = _change_field(fields[index], random)
     return b"".join(fields)
 
 
 def _made_up_field(random: Random) -> bytes:
     which = random.choice((*range(1, 8), 40, 45, 200, (1 << 29) - 1))
-    kind = random.randrange(5)
-    if kind == 0:
+    choice = random.randrange(5)
+    if choice == 0:
         return number(which, random.choice(EDGES))
-    if kind == 1:
+    if choice == 1:
         return real(which, random.choice((0.0, -1.5, float("nan"), float("inf"))))
-    if kind == 2:
+    if choice == 2:
         return varint(which << 3 | random.randrange(8)) + random.randbytes(random.randrange(9))
-    return span(which, random.choice(ODD_TEXTS).encode() if kind == 3 else _made_up_field(random))
+    return span(which, random.choice(ODD_TEXTS).encode() if choice == 3 else _made_up_field(random))
 
 
 def _change_field(field: bytes, random: Random) -> bytes:
-    tag, at = _varint_at(field, 0)
+    tag, position = _varint_at(field, 0)
     if tag & 7 == 2 and random.random() < 0.7:
-        _, begin = _varint_at(field, at)
+        _, begin = _varint_at(field, position)
         inner = (change_protobuf if random.random() < 0.6 else change_bytes)(field[begin:], random)
         length = len(inner) if random.random() < 0.9 else random.choice((*EDGES, len(inner) + 1))
         return varint(tag) + varint(length) + inner
@@ -389,26 +390,26 @@ def _change_field(field: bytes, random: Random) -> bytes:
 
 def _split_message(data: bytes) -> list[bytes]:
     """The fields; what is none is the last part."""
-    fields, at = [], 0
-    while at < len(data):
-        tag, value = _varint_at(data, at)
+    fields, begin = [], 0
+    while begin < len(data):
+        tag, value = _varint_at(data, begin)
         number_or_length, behind = _varint_at(data, value)
         end = {0: behind, 1: value + 8, 2: behind + number_or_length, 5: value + 4}.get(tag & 7, len(data))
         if end > len(data):
             end = len(data)
-        fields.append(data[at:end])
-        at = end
+        fields.append(data[begin:end])
+        begin = end
     return fields
 
 
-def _varint_at(data: bytes, at: int) -> tuple[int, int]:
+def _varint_at(data: bytes, position: int) -> tuple[int, int]:
     """A number, and where it ends; at the end of the data it ends too."""
     value = shift = 0
-    while at < len(data):
-        byte = data[at]
-        at += 1
+    while position < len(data):
+        byte = data[position]
+        position += 1
         value |= (byte & 0x7F) << shift
         shift += 7
         if byte < 0x80 or shift > 63:
             break
-    return value, at
+    return value, position

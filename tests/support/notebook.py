@@ -50,8 +50,8 @@ class Run:
 
 def read(notebook: Path) -> dict[str, Any]:
     """A notebook's own record."""
-    found: dict[str, Any] = json.loads(notebook.read_text(encoding="utf-8"))
-    return found
+    record: dict[str, Any] = json.loads(notebook.read_text(encoding="utf-8"))
+    return record
 
 
 def code_of(cell: Mapping[str, Any]) -> str:

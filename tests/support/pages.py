@@ -29,8 +29,8 @@ class Piece:
 
 def pieces_of(text: str) -> list[Piece]:
     """The pieces of a page, in their order."""
-    found = _PIECE.finditer(text)
-    return [Piece(match["code"], match["output"], text.count("\n", 0, match.start()) + 2) for match in found]
+    matches = _PIECE.finditer(text)
+    return [Piece(match["code"], match["output"], text.count("\n", 0, match.start()) + 2) for match in matches]
 
 
 def run(pieces: list[Piece], page: Path) -> list[str]:

@@ -61,8 +61,8 @@ class Paused:
 
     def goes_on(self) -> None:
         """Let it come to its end."""
-        told = self.process.communicate("\n", timeout=600)
-        assert self.process.returncode == 0, told
+        output = self.process.communicate("\n", timeout=600)
+        assert self.process.returncode == 0, output
 
     def is_killed(self) -> None:
         self.process.kill()
@@ -72,7 +72,7 @@ class Paused:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.process.poll() is None:
             self.is_killed()
@@ -95,21 +95,21 @@ def _split(**options: Any) -> None:
         Call(**options).make()
 
 
-def _repair(folder: str, original: str, *, at: Sequence[str] = ("goes",)) -> None:
+def _repair(folder: str, original: str, *, moments: Sequence[str] = ("goes",)) -> None:
     from rabbitllm import prepare
     from rabbitllm.storage.durable import observe_steps
     from rabbitllm.store.layer_store import verify
     from rabbitllm.store.manifest import JOURNAL_NAME, read_manifest
 
-    made, moments = Path(folder), [*at]
-    manifest = read_manifest(made)
+    split, left = Path(folder), [*moments]
+    manifest = read_manifest(split)
     assert manifest is not None
 
     def look(step: Step) -> None:
-        if not moments or not (made / JOURNAL_NAME).exists() or step.path.name == "split.journal.part":
+        if not left or not (split / JOURNAL_NAME).exists() or step.path.name == "split.journal.part":
             return
-        is_gone, is_last = not (made / "split.json").exists(), step.path.name == JOURNAL_NAME
-        match moments[0]:
+        is_gone, is_last = not (split / "split.json").exists(), step.path.name == JOURNAL_NAME
+        match left[0]:
             case "begins":
                 has_come = step.kind == "unlink"
             case "goes":
@@ -117,11 +117,11 @@ def _repair(folder: str, original: str, *, at: Sequence[str] = ("goes",)) -> Non
             case _:
                 has_come = step.kind == "unlink" and is_last
         if has_come:
-            del moments[0]
+            del left[0]
             _pause()
 
     with observe_steps(look):
-        prepare.repair_split(made, manifest, {damage.layer for damage in verify(made).damaged}, Path(original))
+        prepare.repair_split(split, manifest, {damage.layer for damage in verify(split).damaged}, Path(original))
 
 
 def _load(name: str, **options: Any) -> None:
@@ -133,11 +133,11 @@ def _load(name: str, **options: Any) -> None:
 
 
 if __name__ == "__main__":
-    made = json.loads(sys.argv[2])
+    arguments = json.loads(sys.argv[2])
     match sys.argv[1]:
         case "split":
-            _split(**made)
+            _split(**arguments)
         case "repair":
-            _repair(**made)
+            _repair(**arguments)
         case "load":
-            _load(**made)
+            _load(**arguments)

@@ -68,11 +68,11 @@ class Family:
 WHOLE, PICTURES, VIDEOS = "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"
 
 
-def _qwen(kind: str, video: str, patch: int = 14) -> dict[str, Any]:
+def _qwen(processor: str, video: str, patch: int = 14) -> dict[str, Any]:
     size = {"shortest_edge": 4 * patch * patch, "longest_edge": 64 * patch * patch}
     pictures = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": patch, "size": size}
     return {
-        WHOLE: {"processor_class": kind},
+        WHOLE: {"processor_class": processor},
         PICTURES: pictures,
         VIDEOS: {"video_processor_type": video, "patch_size": patch},
     }
@@ -311,9 +311,9 @@ def _model(name: str, tokenizer: Any) -> Any:
     text |= {"vocab_size": VOCABULARY_SIZE + len(family.tokens), "max_position_embeddings": 4096}
     if "vocab_size_per_layer_input" in text:
         text["vocab_size_per_layer_input"] = text["vocab_size"]
-    made = CONFIG_MAPPING[model_type].from_dict(settings)
+    config = CONFIG_MAPPING[model_type].from_dict(settings)
     torch.manual_seed(0)
-    model: Any = getattr(transformers, family.auto).from_config(made, dtype=torch.float32).eval()
+    model: Any = getattr(transformers, family.auto).from_config(config, dtype=torch.float32).eval()
     drawn = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -348,10 +348,10 @@ def picture(seed: int = 0, size: tuple[int, int] = (90, 70)) -> Image.Image:
     return Image.fromarray(drawn).resize(size, Image.Resampling.NEAREST)
 
 
-def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+def encoded(image: Image.Image, image_format: str = "PNG", **options: Any) -> bytes:
     """The bytes of a file."""
     file = io.BytesIO()
-    image.save(file, kind, **options)
+    image.save(file, image_format, **options)
     return file.getvalue()
 
 

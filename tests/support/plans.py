@@ -24,11 +24,11 @@ MIB = 1 << 20
 
 def shard_of(name: str, tensors: dict[str, tuple[str, tuple[int, ...]]], staged: bool = False) -> PlannedShard:
     """A shard that holds these tensors one after the other: name -> dtype and shape."""
-    specs, at = [], 100
+    specs, offset = [], 100
     for tensor, (dtype, shape) in tensors.items():
-        specs.append(TensorSpec(tensor, dtype, shape, name, at, byte_size(dtype, shape)))
-        at += specs[-1].nbytes
-    return PlannedShard(name, at, "sampled:0", tuple(specs), staged)
+        specs.append(TensorSpec(tensor, dtype, shape, name, offset, byte_size(dtype, shape)))
+        offset += specs[-1].nbytes
+    return PlannedShard(name, offset, "sampled:0", tuple(specs), staged)
 
 
 def plan_of(shards: tuple[PlannedShard, ...], compression: str | None = None) -> SplitPlan:
@@ -72,11 +72,11 @@ def resident_bytes(plan: SplitPlan, bare: SplitPlan) -> int:
         bare: the same with all tensors as they are.
     """
     of = plan.chosen.schemes.get if plan.chosen is not None else None
-    made = 0
+    scale_bytes = 0
     for spec in plan.tensors:
         if (of(spec.name) if of is not None else scheme_of(spec, plan.compression)) == DOUBLE:
-            made += math.ceil(spec.elements / NF4_BLOCK) * SCALE_BYTES
-    return plan.output_bytes + made + max((layout.size for layout in bare.layouts.values()), default=0)
+            scale_bytes += math.ceil(spec.elements / NF4_BLOCK) * SCALE_BYTES
+    return plan.output_bytes + scale_bytes + max((layout.size for layout in bare.layouts.values()), default=0)
 
 
 def peak_of(

@@ -34,13 +34,13 @@ class _File:
 
     def settle(self, keep: Callable[[Step], bool]) -> bytes:
         """What is found after the cut: the certain bytes, and those writes (or halves of them) that are kept."""
-        found = bytearray(self.durable)
+        content = bytearray(self.durable)
         for step in self.pending:
             data = bytes(step.data)
             for begin, end in ((0, len(data) // 2), (len(data) // 2, len(data))):
                 if keep(step):
-                    _write(found, step.offset + begin, data[begin:end])
-        return bytes(found)
+                    _write(content, step.offset + begin, data[begin:end])
+        return bytes(content)
 
     def lose(self, keep: Callable[[Step], bool]) -> None:
         """Decide now what of the writes since the last sync is on the disk; nothing makes the rest durable later."""
@@ -129,9 +129,9 @@ class Recorder:
 def _write_with_holes(path: Path, content: bytes) -> None:
     """Write a file so that blocks of zeros take no space, as where nothing was ever written."""
     with path.open("wb") as file:
-        for at in range(0, len(content), _BLOCK):
-            if any(block := content[at : at + _BLOCK]):
-                file.seek(at)
+        for offset in range(0, len(content), _BLOCK):
+            if any(block := content[offset : offset + _BLOCK]):
+                file.seek(offset)
                 file.write(block)
         file.truncate(len(content))
 

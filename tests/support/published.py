@@ -37,10 +37,10 @@ def write_llama_2_weights(folder: Path) -> Path:
     """`consolidated.00.pth` of 13 GB, of which 1 MB is on the disk."""
     with FakeTensorMode():
         weights = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in llama_2_shapes().items()}
-    made = folder / "consolidated.pth"  # the name that the zip's own folder gets
+    path = folder / "consolidated.pth"  # the name that the zip's own folder gets
     with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(weights, made)
-    return made.rename(folder / "consolidated.00.pth")
+        torch.save(weights, path)
+    return path.rename(folder / "consolidated.00.pth")
 
 
 def write_llama_2_vocabulary(folder: Path) -> Path:
@@ -48,10 +48,11 @@ def write_llama_2_vocabulary(folder: Path) -> Path:
     pieces = [piece("<unk>", 0, 2), piece("<s>", 0, 3), piece("</s>", 0, 3)]
     pieces += [piece(f"<0x{value:02X}>", 0, 6) for value in range(256)]
     pieces += [
-        piece(KNOWN_PIECES.get(at, f"piece{at}"), -1e9 if at == 259 else 259 - at) for at in range(259, VOCABULARY)
+        piece(KNOWN_PIECES.get(token, f"piece{token}"), -1e9 if token == 259 else 259 - token)
+        for token in range(259, VOCABULARY)
     ]
     trainer = span(2, "spm_model_32k_200M_charcov099995_allowWSO__v2") + number(3, 2) + number(4, VOCABULARY)
     trainer += real(10, 0.99995) + number(11, 200_000_000) + number(25, 1) + number(26, 1) + number(35, 1)
-    made = folder / "tokenizer.model"
-    made.write_bytes(b"".join(pieces) + span(2, trainer) + span(3, span(1, "identity") + number(3, 1) + number(4, 0)))
-    return made
+    path = folder / "tokenizer.model"
+    path.write_bytes(b"".join(pieces) + span(2, trainer) + span(3, span(1, "identity") + number(3, 1) + number(4, 0)))
+    return path

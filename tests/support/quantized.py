@@ -82,8 +82,8 @@ def build_fp8_fused(folder: Path, plain: Path, family: str = "qwen3_moe", *, sha
             meant = (codes.float() * scales.float()).bfloat16()
             parts = {"gate_proj": 0, "up_proj": 1} if leaf == "gate_up_proj" else {"down_proj": 0}
             for number, matrix in enumerate(meant):
-                for name, at in parts.items():
-                    matrices[f"{path}.{number}.{name}.weight"] = matrix.chunk(len(parts))[at].contiguous()
+                for name, index in parts.items():
+                    matrices[f"{path}.{number}.{name}.weight"] = matrix.chunk(len(parts))[index].contiguous()
     save_file(stored, folder / SINGLE_NAME, metadata={"format": "pt"})
     _spread(folder, shards)
     save_file(read_tensors(plain) | matrices, plain / SINGLE_NAME, metadata={"format": "pt"})
@@ -237,8 +237,8 @@ def _build_integers(
     dtype: torch.dtype = torch.float16,
     **settings: Any,
 ) -> Path:
-    for made in (folder, plain):
-        build_checkpoint(made, family, dtype=dtype, **settings)
+    for target in (folder, plain):
+        build_checkpoint(target, family, dtype=dtype, **settings)
 
     def change(name: str, tensor: torch.Tensor, *, packed: bool) -> Named:
         if not _LINEAR.search(name) or name.removesuffix(".weight") in config.get("extra_config", ()):
@@ -386,8 +386,8 @@ def build_modelopt(
 
     The settings are in config.json, or `alone` in hf_quant_config.json.
     """
-    for made in (folder, plain):
-        build_checkpoint(made, family, dtype=torch.bfloat16, **settings)
+    for target in (folder, plain):
+        build_checkpoint(target, family, dtype=torch.bfloat16, **settings)
     layers: dict[str, Any] = {}
 
     def change(name: str, tensor: torch.Tensor, *, published: bool) -> Named:
@@ -476,7 +476,7 @@ def build_torchao(folder: Path, form: str, plain: Path, **settings: Any) -> Path
     groups = {"weight_dtype": torch.int4, "granularity": PerGroup(16)}
     embedding = torchao.IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0))
     layers = torchao.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(16))
-    kind = {
+    quant_type = {
         "Int8WeightOnly": lambda: torchao.Int8WeightOnlyConfig(version=2),
         "Int8DynamicActivation": lambda: torchao.Int8DynamicActivationInt8WeightConfig(version=2),
         "Float8WeightOnly": torchao.Float8WeightOnlyConfig,
@@ -485,15 +485,15 @@ def build_torchao(folder: Path, form: str, plain: Path, **settings: Any) -> Path
         "ByName": lambda: torchao.FqnToConfig({"model.embed_tokens": embedding, "_default": layers}),
     }[form]()
     build_checkpoint(plain, "llama", dtype=torch.bfloat16, **settings)
-    config = transformers.TorchAoConfig(kind, include_input_output_embeddings=form == "ByName")
+    config = transformers.TorchAoConfig(quant_type, include_input_output_embeddings=form == "ByName")
     model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype="auto", quantization_config=config)
     model.save_pretrained(folder, max_shard_size="60KB")
-    found = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
-    quantized = {name for name, tensor in found.items() if hasattr(tensor, "qdata")}
+    state = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
+    quantized = {name for name, tensor in state.items() if hasattr(tensor, "qdata")}
     assert len(quantized) > 10
 
     def change(name: str, tensor: torch.Tensor) -> Named:
-        yield name, found[name].dequantize().contiguous() if name in quantized else tensor
+        yield name, state[name].dequantize().contiguous() if name in quantized else tensor
 
     rewrite(plain, change, None, 1)
     return folder
@@ -605,7 +605,7 @@ def build_mixed(folder: Path, family: str, *, shards: int = 1, **settings: Any) 
         changes[part] = _compressed(form, weights, {**groups[part], "targets": ["Linear"]})
 
     def change(name: str, tensor: torch.Tensor) -> Named:
-        own = next((made for part, made in changes.items() if part in name), None)
+        own = next((rule for part, rule in changes.items() if part in name), None)
         yield from own(name, tensor) if own is not None else iter([(name, tensor)])
 
     config = {"quant_method": "compressed-tensors", "format": "mixed-precision", "quantization_status": "compressed"}
@@ -621,9 +621,9 @@ def build_kimi(folder: Path, plain: Path, *, shards: int = 1) -> Path:
     group = {"targets": ["Linear"], "weights": dict(weights), "input_activations": None, "format": form}
     torch.manual_seed(0)
     model = next(iter(models(transformers.AutoModelForImageTextToText, "kimi_k25", []))).to(torch.bfloat16)
-    for made in (folder, plain):
-        model.save_pretrained(made)
-        make_tokenizer().save_pretrained(made)
+    for target in (folder, plain):
+        model.save_pretrained(target)
+        make_tokenizer().save_pretrained(target)
     compressed = _compressed(form, weights, group)
 
     def change(name: str, tensor: torch.Tensor) -> Named:

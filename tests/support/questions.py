@@ -54,23 +54,23 @@ def questions(folder: Path, count: int) -> list[Question]:
     chance = random.Random(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
-    found: dict[str, Question] = {}
+    by_words: dict[str, Question] = {}
     number = 0
-    while len(found) < count:
+    while len(by_words) < count:
         number += 1
         mark = [1 + number % (VOCABULARY_SIZE - 1), 1 + number // (VOCABULARY_SIZE - 1)]
         more = [chance.randrange(3, VOCABULARY_SIZE) for _ in range(chance.randrange(4, 28))]
         text = " ".join(f"w{i}" for i in [*mark, *more])
-        one = answered(model, tokenizer, text, NEW_TOKENS[number % len(NEW_TOKENS)])
-        words = one.answer.split()
-        if len(words) == one.new_tokens:  # none of them the unknown word, which no text shows
-            found.setdefault(" ".join(words[: min(NEW_TOKENS)]), one)
-    return list(found.values())
+        question = answered(model, tokenizer, text, NEW_TOKENS[number % len(NEW_TOKENS)])
+        words = question.answer.split()
+        if len(words) == question.new_tokens:  # none of them the unknown word, which no text shows
+            by_words.setdefault(" ".join(words[: min(NEW_TOKENS)]), question)
+    return list(by_words.values())
 
 
 def answered(model: Any, tokenizer: Any, text: str, new_tokens: int) -> Question:
     """The question of a text."""
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
     with torch.inference_mode():
-        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
-    return Question(text, tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True), new_tokens)
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
+    return Question(text, tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True), new_tokens)

@@ -68,16 +68,16 @@ def processes() -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True))
 
 
-def dying_once(marker: Path, at: int) -> Fill:
+def dying_once(marker: Path, index: int) -> Fill:
     """A filling whose worker kills itself before a step that changes the disk, the first time it comes to it."""
-    return functools.partial(_fill_and_die, marker, at)
+    return functools.partial(_fill_and_die, marker, index)
 
 
 def _fill_and_die(
-    marker: Path, at: int, shard: PlannedShard, work: SplitWork, lease: Lease, threads: int
+    marker: Path, index: int, shard: PlannedShard, work: SplitWork, lease: Lease, threads: int
 ) -> Mapping[str, tuple[int, ...]]:
     def die(number: int, step: Step) -> None:
-        if number == at and not marker.exists():
+        if number == index and not marker.exists():
             marker.write_text(f"{os.getpid()} {shard.name} {step.kind}")
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -124,8 +124,8 @@ def recording(folder: Path, seconds: float) -> Fill:
 
 def recorded(folder: Path) -> list[Filling]:
     """What fillings wrote down that came to their end."""
-    found = [json.loads(path.read_text()) for path in folder.iterdir()]
-    return [Filling(**{**one, "layers": frozenset(one["layers"])}) for one in found]
+    records = [json.loads(path.read_text()) for path in folder.iterdir()]
+    return [Filling(**{**record, "layers": frozenset(record["layers"])}) for record in records]
 
 
 def _fill_and_record(
@@ -152,9 +152,9 @@ class Slow:
         return self.about
 
     def answer(self, items: Sequence[Item]) -> Generator[list[BatchAnswer]]:
-        for one in items:
+        for item in items:
             time.sleep(0.02)
-            yield [BatchAnswer(one.index, one.key, {"pid": os.getpid()})]
+            yield [BatchAnswer(item.index, item.key, {"pid": os.getpid()})]
 
 
 class Dying(Slow):

@@ -66,7 +66,7 @@ def assert_rounded_once(result: torch.Tensor, exact: torch.Tensor) -> None:
 
 
 def assert_as_near(
-    found: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, *, routed: bool = False, scheme: str | None = None
+    computed: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, *, routed: bool = False, scheme: str | None = None
 ) -> None:
     """A model's numbers have at most twice the error (one bit) of transformers' in the same dtype.
 
@@ -74,15 +74,15 @@ def assert_as_near(
     For those of a scheme whose inputs have 8 bits see `tolerated`.
 
     Args:
-        found: as the package computes them.
+        computed: as the package computes them.
         plain: as transformers does.
-        exact: as transformers does in float64, of the weights that those of `found` stand for.
+        exact: as transformers does in float64, of the weights that those of `computed` stand for.
         scheme: of codes that are multiplied; None if there are none of a scheme of ours.
         routed: whether rounding may send a position to other experts, in either of the two. Numbers of shape (...,
             positions, vocabulary) are then compared position by position, and the median of these counts.
     """
-    assert found.dtype == plain.dtype
-    assert found.shape == plain.shape == exact.shape
+    assert computed.dtype == plain.dtype
+    assert computed.shape == plain.shape == exact.shape
 
     def off(from_exact: torch.Tensor) -> torch.Tensor:
         return from_exact.norm(dim=-1).median() if routed else from_exact.norm()
@@ -91,7 +91,7 @@ def assert_as_near(
     allowed = 1e-3 * off(exact) if plain.dtype == torch.float32 else 2 * off(plain.double() - exact)
     if scheme is not None and is_of_bytes(scheme):
         allowed = max(allowed, tolerated(scheme) * off(exact))
-    assert off(found.double() - exact) <= allowed
+    assert off(computed.double() - exact) <= allowed
 
 
 def exact_logits(folder: Path, ids: torch.Tensor, compression: str | None = None) -> torch.Tensor:
@@ -115,22 +115,22 @@ def exact_logits(folder: Path, ids: torch.Tensor, compression: str | None = None
     return logits
 
 
-def assert_greedy(found: torch.Tensor, plain: torch.Tensor, model: Any, off: float) -> None:
+def assert_greedy(tokens: torch.Tensor, plain: torch.Tensor, model: Any, off: float) -> None:
     """The same tokens, up to a place where two are so close that rounding decides; there the comparison ends.
 
     Args:
-        found: (1, T), a prompt and what was generated greedily.
+        tokens: (1, T), a prompt and what was generated greedily.
         plain: the same by another computation.
         model: gives the logits, in the best precision at hand.
         off: by how much a logit may be off in each of the two.
     """
-    assert found.shape == plain.shape
-    differs = (found != plain)[0].nonzero()
+    assert tokens.shape == plain.shape
+    differs = (tokens != plain)[0].nonzero()
     if not len(differs):
         return
-    at = int(differs[0])
-    assert at > 0
+    position = int(differs[0])
+    assert position > 0
     with torch.inference_mode():
-        scores = model(plain[:, :at]).logits[0, -1].double()
-    assert float(scores[plain[0, at]] - scores[found[0, at]]) <= 2 * off
-    assert float(scores.max() - scores[found[0, at]]) <= 2 * off
+        scores = model(plain[:, :position]).logits[0, -1].double()
+    assert float(scores[plain[0, position]] - scores[tokens[0, position]]) <= 2 * off
+    assert float(scores.max() - scores[tokens[0, position]]) <= 2 * off

@@ -113,60 +113,60 @@ class Truth:
         made: the split directory that was made of one.
     """
 
-    def __init__(self, original: Path, made: Path) -> None:
+    def __init__(self, original: Path, split: Path) -> None:
         self.shards = {path.name: path.read_bytes() for path in sorted(original.glob("*.safetensors"))}
-        self.layers = {path.name: path.read_bytes() for path in made.glob("*.safetensors")}
+        self.layers = {path.name: path.read_bytes() for path in split.glob("*.safetensors")}
         self.spans: dict[str, list[Span]] = {shard: [] for shard in self.shards}
         holder = {tensor.name: shard for shard in self.shards for tensor in read_header(original / shard).tensors}
         for file in self.layers:
-            for part in read_header(made / file).tensors:
+            for part in read_header(split / file).tensors:
                 tensor = max((name for name in holder if f"{part.name}.".startswith(f"{name}.")), key=len)
                 span = Span(file, part.offset, part.offset + part.nbytes, tensor, part.name.removeprefix(tensor))
                 self.spans[holder[tensor]].append(span)
         doubled = {span.tensor for spans in self.spans.values() for span in spans if span.part in OF_SCALES[:1]}
         self.scales = {name: _scales(tensor) for name, tensor in read_tensors(original).items() if name in doubled}
 
-    def check(self, made: Path, source: Path | None) -> None:
+    def check(self, split: Path, source: Path | None) -> None:
         """Make sure that no layer file has wrong bytes, and that every tensor is to be had.
 
         Args:
-            made: the split directory, in whatever state, or nothing.
+            split: the directory of the split, in whatever state, or nothing.
             source: the folder of the shards; None for a hub, which keeps them.
         """
-        named = {path.name: path.read_bytes() for path in made.glob("*.safetensors")}
+        named = {path.name: path.read_bytes() for path in split.glob("*.safetensors")}
         wrong = [name for name, data in named.items() if data != self.layers.get(name)]
         assert not wrong, f"{wrong} have their names, and not their bytes"
-        if (made / MANIFEST_NAME).exists():
+        if (split / MANIFEST_NAME).exists():
             assert named.keys() == self.layers.keys(), f"the manifest is there, and only {sorted(named)}"
             return
-        earlier = journal.replay(made)
+        earlier = journal.replay(split)
         used = earlier.used if earlier is not None else frozenset()
         for shard, data in self.shards.items():
             if shard in used:
                 assert earlier is not None
-                lost = {span.file for span in self.spans[shard] if not self._has(made, span, earlier.plan)}
+                lost = {span.file for span in self.spans[shard] if not self._has(split, span, earlier.plan)}
                 assert not lost, f"{shard} is said to be used up, and {sorted(lost)} have not all of it"
             elif source is not None:
                 assert (source / shard).exists(), f"{shard} is gone, and the journal does not say that it is used up"
                 assert (source / shard).read_bytes() == data
 
-    def _has(self, made: Path, span: Span, plan: SplitPlan) -> bool:
+    def _has(self, split: Path, span: Span, plan: SplitPlan) -> bool:
         for name in (span.file, span.file + PART_SUFFIX):
-            if (made / name).exists():
-                with (made / name).open("rb") as file:
+            if (split / name).exists():
+                with (split / name).open("rb") as file:
                     file.seek(span.begin)
-                    found = file.read(span.end - span.begin) == self.layers[span.file][span.begin : span.end]
-                return found or self._waits(made, span, plan)
+                    is_there = file.read(span.end - span.begin) == self.layers[span.file][span.begin : span.end]
+                return is_there or self._waits(split, span, plan)
         return False
 
-    def _waits(self, made: Path, span: Span, plan: SplitPlan) -> bool:
+    def _waits(self, split: Path, span: Span, plan: SplitPlan) -> bool:
         """Whether the scales of which bytes will be made are in the layer's scratch file."""
         if span.tensor not in self.scales or span.part not in OF_SCALES:
             return False
         layout = next(layout for layout in plan.layouts.values() if layout.file_name == span.file)
-        if not (made / layout.scratch_name).exists():
+        if not (split / layout.scratch_name).exists():
             return False
-        with (made / layout.scratch_name).open("rb") as file:
+        with (split / layout.scratch_name).open("rb") as file:
             file.seek(layout.scratch_offsets[span.tensor + WAITING_SCALES])
             return file.read(len(self.scales[span.tensor])) == self.scales[span.tensor]
 
@@ -236,10 +236,10 @@ class Scene:
         assert_same(self.state(), self.finished)
 
 
-def assert_same(found: Mapping[str, bytes], expected: Mapping[str, bytes]) -> None:
+def assert_same(files: Mapping[str, bytes], expected: Mapping[str, bytes]) -> None:
     """Compare files without showing their bytes."""
-    assert sorted(found) == sorted(expected)
-    assert [name for name in expected if found[name] != expected[name]] == []
+    assert sorted(files) == sorted(expected)
+    assert [name for name in expected if files[name] != expected[name]] == []
 
 
 def sample(count: int, wanted: int) -> list[int]:

@@ -36,8 +36,8 @@ def public_schemas(count: int, seed: int) -> Iterator[dict[str, Any]]:
     import openai.types.responses
 
     places = vars(anthropic.types), vars(openai.types.chat), vars(openai.types.responses)
-    kinds = [kind for place in places for kind in place.values() if isinstance(kind, type)]
-    models = sorted({kind for kind in kinds if issubclass(kind, pydantic.BaseModel)}, key=repr)
+    classes = [cls for place in places for cls in place.values() if isinstance(cls, type)]
+    models = sorted({cls for cls in classes if issubclass(cls, pydantic.BaseModel)}, key=repr)
     drawn = random.Random(seed)
     for model in drawn.choices(models, k=count):
         whole = model.model_json_schema()

@@ -62,20 +62,20 @@ def small_disk(path: Path, nbytes: int) -> Iterator[SmallDisk]:
 
 
 @contextlib.contextmanager
-def formatted_disk(path: Path, kind: str, nbytes: int) -> Iterator[SmallDisk]:
+def formatted_disk(path: Path, file_system: str, nbytes: int) -> Iterator[SmallDisk]:
     """Mount a file of this size as a disk with a file system of this kind (xfs, btrfs); or skip the test."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
-    if shutil.which(f"mkfs.{kind}") is None:
-        pytest.skip(f"there is no mkfs.{kind}")
+    if shutil.which(f"mkfs.{file_system}") is None:
+        pytest.skip(f"there is no mkfs.{file_system}")
     path.mkdir(parents=True)
     image = path.with_name(f"{path.name}.image")
     with image.open("wb") as file:
         file.truncate(nbytes)
-    _run(f"mkfs.{kind}", "-q", str(image))
+    _run(f"mkfs.{file_system}", "-q", str(image))
     tried = subprocess.run(["mount", "-o", "loop", str(image), str(path)], capture_output=True, text=True, check=False)
     if tried.returncode:
-        pytest.skip(f"no {kind} may be mounted here ({tried.stderr.strip()})")
+        pytest.skip(f"no {file_system} may be mounted here ({tried.stderr.strip()})")
     try:
         yield SmallDisk(path)
     finally:

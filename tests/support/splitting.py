@@ -102,13 +102,13 @@ def occupied(*folders: Path) -> int:
 
 
 class Counter:
-    """Counts steps, from whichever thread they come; calls ``at`` with each one that counts and its number from 0."""
+    """Counts steps, from whichever thread they come; calls ``watch`` with each that counts and its number from 0."""
 
     def __init__(
-        self, at: Callable[[int, Step], None] = lambda number, step: None, kinds: tuple[str, ...] = ()
+        self, watch: Callable[[int, Step], None] = lambda number, step: None, kinds: tuple[str, ...] = ()
     ) -> None:
         self.count = 0
-        self._at = at
+        self._watch = watch
         self._kinds = kinds
         self._lock = threading.Lock()
 
@@ -118,7 +118,7 @@ class Counter:
         with self._lock:
             number = self.count
             self.count += 1
-            self._at(number, step)
+            self._watch(number, step)
 
 
 @contextlib.contextmanager

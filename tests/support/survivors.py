@@ -43,13 +43,13 @@ def _is_survivor(process: Path, mark: bytes, pipe: str) -> bool:
 
 def _kill_survivors(mark: str) -> bool:
     """Kill all that are there; whether there were any."""
-    pipe, found = os.readlink("/proc/self/fd/0"), False
+    pipe, has_killed = os.readlink("/proc/self/fd/0"), False
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if process.name != str(os.getpid()) and _is_survivor(process, mark.encode(), pipe):
                 os.kill(int(process.name), signal.SIGKILL)
-                found = True
-    return found
+                has_killed = True
+    return has_killed
 
 
 def _main(process: str, mark: str) -> None:

@@ -131,8 +131,8 @@ def test_tree_of_one_folder(folder: Path) -> None:
 
 
 def test_paths_info_leaves_out_what_is_missing(folder: Path) -> None:
-    found = HfApi().get_paths_info(REPO, ["config.json", "original", "missing.txt"])
-    assert [entry.path for entry in found] == ["config.json", "original"]
+    entries = HfApi().get_paths_info(REPO, ["config.json", "original", "missing.txt"])
+    assert [entry.path for entry in entries] == ["config.json", "original"]
 
 
 def test_commit_follows_the_contents(local_hub: LocalHub, folder: Path) -> None:
@@ -172,7 +172,7 @@ def test_snapshot_is_complete_and_second_one_sends_nothing(
 
 
 @pytest.mark.parametrize(
-    ("asked", "start", "stop"),
+    ("span", "start", "stop"),
     [
         ("bytes=0-0", 0, 1),
         ("bytes=1000-1999", 1000, 2000),
@@ -182,24 +182,24 @@ def test_snapshot_is_complete_and_second_one_sends_nothing(
         ("bytes=-999999", 0, 300_000),
     ],
 )
-def test_one_range(local_hub: LocalHub, folder: Path, weights: bytes, asked: str, start: int, stop: int) -> None:
-    status, headers, body = raw(local_hub.url, f"/{REPO}/resolve/main/{WEIGHTS}", Range=asked)
+def test_one_range(local_hub: LocalHub, folder: Path, weights: bytes, span: str, start: int, stop: int) -> None:
+    status, headers, body = raw(local_hub.url, f"/{REPO}/resolve/main/{WEIGHTS}", Range=span)
     assert status == 206
     assert headers["Content-Range"] == f"bytes {start}-{stop - 1}/300000"
     assert body == weights[start:stop]
-    assert local_hub.requests[-1].range == asked
+    assert local_hub.requests[-1].range == span
     assert local_hub.body_bytes(".safetensors") == stop - start
 
 
-@pytest.mark.parametrize("asked", ["bytes=300000-", "bytes=400000-400001", "bytes=-0"])
-def test_range_past_the_end(local_hub: LocalHub, folder: Path, asked: str) -> None:
-    status, headers, body = raw(local_hub.url, f"/{REPO}/resolve/main/{WEIGHTS}", Range=asked)
+@pytest.mark.parametrize("span", ["bytes=300000-", "bytes=400000-400001", "bytes=-0"])
+def test_range_past_the_end(local_hub: LocalHub, folder: Path, span: str) -> None:
+    status, headers, body = raw(local_hub.url, f"/{REPO}/resolve/main/{WEIGHTS}", Range=span)
     assert (status, headers["Content-Range"], body) == (416, "bytes */300000", b"")
 
 
-@pytest.mark.parametrize("asked", ["bytes=5-4", "bytes=-", "bytes=0-1,5-6", "lines=0-1"])
-def test_range_not_understood_is_ignored(local_hub: LocalHub, folder: Path, weights: bytes, asked: str) -> None:
-    assert raw(local_hub.url, f"/{REPO}/resolve/main/{WEIGHTS}", Range=asked)[::2] == (200, weights)
+@pytest.mark.parametrize("span", ["bytes=5-4", "bytes=-", "bytes=0-1,5-6", "lines=0-1"])
+def test_range_not_understood_is_ignored(local_hub: LocalHub, folder: Path, weights: bytes, span: str) -> None:
+    assert raw(local_hub.url, f"/{REPO}/resolve/main/{WEIGHTS}", Range=span)[::2] == (200, weights)
 
 
 def test_head_has_the_headers_of_the_get_and_no_body(local_hub: LocalHub, folder: Path, weights: bytes) -> None:
@@ -382,7 +382,7 @@ def test_ignored_range_makes_the_client_start_again(local_hub: LocalHub, folder:
 def test_flipped_byte_is_not_noticed_by_the_client(local_hub: LocalHub, folder: Path, weights: bytes) -> None:
     local_hub.faults = Faults(flip_byte=250_000, flip_times=1)
     damaged = Path(hf_hub_download(REPO, WEIGHTS)).read_bytes()
-    assert [at for at, (a, b) in enumerate(zip(damaged, weights, strict=True)) if a != b] == [250_000]
+    assert [index for index, (a, b) in enumerate(zip(damaged, weights, strict=True)) if a != b] == [250_000]
     assert Path(hf_hub_download(REPO, WEIGHTS, force_download=True)).read_bytes() == weights
 
 
@@ -471,8 +471,8 @@ def test_stopped_hub_is_gone_and_comes_back_at_the_same_address(local_hub: Local
 
 def test_generated_files_are_downloaded(local_hub: LocalHub) -> None:
     content = os.urandom(3_000_000)
-    made = GeneratedFile(len(content), lambda offset, length: content[offset : offset + length])
-    local_hub.add_generated("acme/made", {"a.safetensors": made, "config.json": GeneratedFile.from_bytes(b"{}")})
+    file = GeneratedFile(len(content), lambda offset, length: content[offset : offset + length])
+    local_hub.add_generated("acme/made", {"a.safetensors": file, "config.json": GeneratedFile.from_bytes(b"{}")})
     path = Path(hf_hub_download("acme/made", "a.safetensors"))
     assert path.read_bytes() == content
     assert path.resolve().name == hashlib.sha256(content).hexdigest()
@@ -500,8 +500,8 @@ def test_huge_generated_file_is_never_read_whole(local_hub: LocalHub) -> None:
 
 def test_environment_reaches_subprocesses(hub_environment: HubEnvironment) -> None:
     code = "from huggingface_hub import constants as c; print(c.ENDPOINT, c.HF_HUB_CACHE, c.HF_HUB_DISABLE_XET)"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert told.split() == [hub_environment.url, str(hub_environment.cache), "True"]
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.split() == [hub_environment.url, str(hub_environment.cache), "True"]
 
 
 def test_environment_is_put_back(tmp_path: Path, hub_environment: HubEnvironment) -> None:

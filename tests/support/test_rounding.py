@@ -57,11 +57,11 @@ def test_one_bit_more_may_be_lost_and_no_more() -> None:
 
 def test_a_position_that_went_to_other_experts() -> None:
     exact = some(11, 272, 0).double()
-    plain, found = exact.bfloat16(), exact.bfloat16()
-    found[4] *= -1
-    assert_as_near(found, plain, exact, routed=True)
+    plain, computed = exact.bfloat16(), exact.bfloat16()
+    computed[4] *= -1
+    assert_as_near(computed, plain, exact, routed=True)
     with pytest.raises(AssertionError):
-        assert_as_near(found, plain, exact)
+        assert_as_near(computed, plain, exact)
 
 
 def test_tokens_may_differ_where_two_are_as_good() -> None:
@@ -71,8 +71,8 @@ def test_tokens_may_differ_where_two_are_as_good() -> None:
         return SimpleNamespace(logits=scores.expand(1, ids.shape[1], 4))
 
     plain = torch.tensor([[3, 0, 1, 1, 0]])
-    for found, off in ((plain, 0.0), (torch.tensor([[3, 0, 2, 3, 3]]), 1e-3)):
-        assert_greedy(found, plain, model, off)
-    for found in (torch.tensor([[3, 0, 2, 3, 3]]), torch.tensor([[3, 0, 3, 1, 0]])):
+    for tokens, off in ((plain, 0.0), (torch.tensor([[3, 0, 2, 3, 3]]), 1e-3)):
+        assert_greedy(tokens, plain, model, off)
+    for tokens in (torch.tensor([[3, 0, 2, 3, 3]]), torch.tensor([[3, 0, 3, 1, 0]])):
         with pytest.raises(AssertionError):
-            assert_greedy(found, plain, model, 1e-4)
+            assert_greedy(tokens, plain, model, 1e-4)

@@ -327,23 +327,23 @@ _PLACES = ("image_token_id", "image_token_index", "video_token_id", "video_token
 """Ids of tokens whose places a picture or a sound takes; some types leave them open."""
 
 
-def models(kind: Any, model_type: str, errors: list[Exception]) -> Iterator[Any]:
+def models(cls: Any, model_type: str, errors: list[Exception]) -> Iterator[Any]:
     """Small random models of a type in float32 and eval mode, each larger than the one before.
 
     Args:
-        kind: the class of transformers that makes them, or an auto class.
+        cls: the class of transformers that makes them, or an auto class.
         model_type: of transformers.
         errors: gets why others are not to be had.
     """
-    made = getattr(kind, "_from_config", None) or kind.from_config
+    build = getattr(cls, "_from_config", None) or cls.from_config
     for config in configs(model_type, errors):
         try:
             with torch.device("meta"):
-                size = sum(parameter.numel() for parameter in made(config).parameters())
+                size = sum(parameter.numel() for parameter in build(config).parameters())
             if size > LARGEST:
                 raise ValueError(f"it has {size:,} parameters")
             torch.manual_seed(0)
-            model = made(config, dtype=torch.float32).eval()
+            model = build(config, dtype=torch.float32).eval()
         except Exception as error:
             errors.append(error)
             continue
@@ -399,7 +399,7 @@ def _fit_rotary(config: Any) -> None:
             _fit_rotary(inner)
     settings = getattr(config, "rope_parameters", None) or {}
     allowed = getattr(config, "ignore_keys_at_rope_validation", None) or ()
-    by_layer_type = [one for one in settings.values() if isinstance(one, dict)]
+    by_layer_type = [value for value in settings.values() if isinstance(value, dict)]
     for rotary in by_layer_type or [settings]:
         if "mrope_section" in (*rotary, *allowed):
             head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -60,20 +60,20 @@ def inputs_of(model: Any, media: Sequence[str] = ("image", "audio")) -> Inputs:
         without = results(model, plain)
     except Exception as raised:
         error, without = raised, None
-    found: Arguments = {}
+    arguments: Arguments = {}
     kinds: list[str] = (
         [] if without is None else ["text" if {"input_ids", "decoder_input_ids"} & plain.keys() else "embeddings"]
     )
-    for kind in media:
-        options = _images(model.config, taken) if kind == "image" else _audio(model.config, taken)
-        more = _first_that_works(model, plain, kind, options, without)
+    for medium in media:
+        options = _images(model.config, taken) if medium == "image" else _audio(model.config, taken)
+        more = _first_that_works(model, plain, medium, options, without)
         if more is not None:
-            found, kinds = more, [*(["text"] if "input_ids" in more else []), kind]
+            arguments, kinds = more, [*(["text"] if "input_ids" in more else []), medium]
             break
     if not kinds:
         assert error is not None
         raise error
-    return Inputs(found or plain, tuple(kinds))
+    return Inputs(arguments or plain, tuple(kinds))
 
 
 def results(model: Any, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -86,47 +86,47 @@ def results(model: Any, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
 def generated(model: Any, arguments: Mapping[str, Any]) -> torch.Tensor:
     """The tokens of a greedy generation."""
     torch.manual_seed(0)
-    given = {name: copy.deepcopy(value) for name, value in arguments.items() if name != "decoder_input_ids"}
+    inputs = {name: copy.deepcopy(value) for name, value in arguments.items() if name != "decoder_input_ids"}
     with torch.inference_mode():
-        made: Any = model.generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False)
-    return next(_tensors(made))
+        output: Any = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+    return next(_tensors(output))
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors(one)
+        for item in value.values():
+            yield from _tensors(item)
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)
+        for item in value:
+            yield from _tensors(item)
 
 
 def _text(taken: Mapping[str, Any], model: Any) -> Arguments:
-    made = torch.Generator().manual_seed(1)
-    ids = torch.randint(FIRST_TOKEN, LAST_TOKEN, (1, TEXT_TOKENS), generator=made)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(FIRST_TOKEN, LAST_TOKEN, (1, TEXT_TOKENS), generator=generator)
     ids[0, -1] = END_TOKEN  # classifiers of encoder-decoders look for it
-    found: Arguments = {}
+    arguments: Arguments = {}
     if "shared_kv_states" in taken:
         return _of_another_model(model.config)
     if "input_ids" in taken:
-        found["input_ids"] = _with_codes(ids, model.config)
+        arguments["input_ids"] = _with_codes(ids, model.config)
     elif "inputs" in taken and hasattr(model.config, "d_model"):
-        found["inputs"] = _random(1, TEXT_TOKENS, model.config.d_model)
+        arguments["inputs"] = _random(1, TEXT_TOKENS, model.config.d_model)
     elif "decoder_input_values" in taken and "input_features" not in taken:
         width = model.config.hidden_size
-        found |= {
+        arguments |= {
             "input_values": _random(1, TEXT_TOKENS, width),
             "decoder_input_values": _random(1, TEXT_TOKENS, width),
         }
     if "qformer_input_ids" in taken:
-        found["qformer_input_ids"] = ids
+        arguments["qformer_input_ids"] = ids
     if "bbox" in taken:
-        found["bbox"] = torch.zeros(1, TEXT_TOKENS, 4).long()
+        arguments["bbox"] = torch.zeros(1, TEXT_TOKENS, 4).long()
     if "decoder_input_ids" in taken and (model.config.is_encoder_decoder or "input_ids" not in taken):
-        found["decoder_input_ids"] = ids.flip(1)
-    return found
+        arguments["decoder_input_ids"] = ids.flip(1)
+    return arguments
 
 
 def _with_codes(ids: torch.Tensor, config: Any) -> torch.Tensor:
@@ -138,38 +138,38 @@ def _with_codes(ids: torch.Tensor, config: Any) -> torch.Tensor:
 def _of_another_model(config: Any) -> Arguments:
     """Hidden states, keys and values of the model that this one drafts for."""
     text = config.get_text_config()
-    found = {}
+    shared = {}
     for number, layer_type in enumerate(dict.fromkeys(text.layer_types)):
         own = text.per_layer_config[layer_type]
         shape = (1, own.num_key_value_heads, TEXT_TOKENS, own.head_dim)
-        found[layer_type] = (_random(*shape), _random(*shape) + number)
+        shared[layer_type] = (_random(*shape), _random(*shape) + number)
     states = _random(1, 1, 2 * config.backbone_hidden_size)
-    return {"inputs_embeds": states, "position_ids": torch.tensor([[TEXT_TOKENS]]), "shared_kv_states": found}
+    return {"inputs_embeds": states, "position_ids": torch.tensor([[TEXT_TOKENS]]), "shared_kv_states": shared}
 
 
 def _first_that_works(
     model: Any,
     plain: Arguments,
-    kind: str,
+    medium: str,
     options: Iterable[Arguments],
     without: list[torch.Tensor] | None,
 ) -> Arguments | None:
     for option in options:
-        for arguments in _placed(model, plain, kind, option):
+        for arguments in _placed(model, plain, medium, option):
             if without is None or not same(results(model, arguments), without):
                 return arguments
     return None
 
 
-def _placed(model: Any, plain: Arguments, kind: str, option: Arguments) -> Iterator[Arguments]:
+def _placed(model: Any, plain: Arguments, medium: str, option: Arguments) -> Iterator[Arguments]:
     """The first call with this image or audio that succeeds, if any number of placeholder tokens does."""
-    token = _token_of(model.config, kind)
+    token = _token_of(model.config, medium)
     if "input_ids" not in plain or token is None:
         counts: Iterable[int] = (0,)
     else:
         counts = _Counts()
     for count in counts:
-        arguments = {**plain, **option, **_marked(model, plain, kind, token, count)}
+        arguments = {**plain, **option, **_marked(model, plain, medium, token, count)}
         try:
             results(model, arguments)
         except Exception as raised:
@@ -206,32 +206,32 @@ class _Counts:
             yield self._named.pop(0)
 
 
-def _marked(model: Any, plain: Arguments, kind: str, token: int | None, count: int) -> Arguments:
+def _marked(model: Any, plain: Arguments, medium: str, token: int | None, count: int) -> Arguments:
     """A text with so many placeholder tokens, and the argument that marks them."""
     if not count or token is None:
         return {}
     ids = plain["input_ids"]
     middle = torch.full((1, count), token)
     text = torch.cat((ids[:, :3], middle, ids[:, 3:]), 1)
-    found = {"input_ids": text}
+    arguments = {"input_ids": text}
     if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
-        found["mm_token_type_ids"] = (text == token).long() * (1 if kind == "image" else 3)
-    return found
+        arguments["mm_token_type_ids"] = (text == token).long() * (1 if medium == "image" else 3)
+    return arguments
 
 
-def _token_of(config: Any, kind: str) -> int | None:
+def _token_of(config: Any, medium: str) -> int | None:
     names = [
-        f"{kind}_token_id",
-        f"{kind}_token_index",
-        f"{kind}_patch_id",
-        f"im_{kind}_id",
+        f"{medium}_token_id",
+        f"{medium}_token_index",
+        f"{medium}_patch_id",
+        f"im_{medium}_id",
         "media_placeholder_token_id",
         "video_token_id",
     ]
     for name in names:
-        found = getattr(config, name, None)
-        if isinstance(found, int):
-            return found
+        token = getattr(config, name, None)
+        if isinstance(token, int):
+            return token
     return None
 
 
@@ -263,7 +263,7 @@ def _images(config: Any, taken: Mapping[str, Any]) -> Iterator[Arguments]:
         yield {"flattened_patches": _random(1, 16, 2 + 3 * 16 * 16)}
     if not {"pixel_values", "images"} & taken.keys():
         return
-    vision = next((found for name in _VISION if (found := getattr(config, name, None)) is not None), config)
+    vision = next((part for name in _VISION if (part := getattr(config, name, None)) is not None), config)
     pixels = _Pixels(
         _first(vision, ("num_channels", "in_channels", "in_chans"), 3),
         _first(vision, ("patch_size",), 14),
@@ -297,14 +297,14 @@ def _images(config: Any, taken: Mapping[str, Any]) -> Iterator[Arguments]:
 def _in_patches(pixels: _Pixels, taken: Mapping[str, Any]) -> Iterator[Arguments]:
     sides = torch.tensor([[GRID, GRID]])
     if "image_grid_thw" in taken:
-        given = {"image_grid_thw": torch.tensor([[1, GRID, GRID]])}
+        grids = {"image_grid_thw": torch.tensor([[1, GRID, GRID]])}
         if "image_merge_sizes" in taken:
-            given["image_merge_sizes"] = torch.tensor([2])
+            grids["image_merge_sizes"] = torch.tensor([2])
         for frames in dict.fromkeys((pixels.frames, 2, 1)):
-            yield {"pixel_values": pixels.patches(frames=frames), **given}
-        yield {"pixel_values": pixels.unflattened(), **given}
+            yield {"pixel_values": pixels.patches(frames=frames), **grids}
+        yield {"pixel_values": pixels.unflattened(), **grids}
         side = 2 * pixels.patch
-        yield {"pixel_values": _random(GRID * GRID, side, side, pixels.channels), **given}
+        yield {"pixel_values": _random(GRID * GRID, side, side, pixels.channels), **grids}
     if "target_sizes" in taken:
         yield {"pixel_values": pixels.square(1), "target_sizes": sides}
         row = _random(1, pixels.channels, pixels.patch, GRID * GRID * pixels.patch)
@@ -351,7 +351,7 @@ _AUDIO = ("audio_config", "audio_encoder_config", "encoder_config", "speech_conf
 
 def _audio(config: Any, taken: Mapping[str, Any]) -> Iterator[Arguments]:
     """Spectrograms and waveforms in the shapes that processors give them."""
-    audio = next((found for name in _AUDIO if (found := getattr(config, name, None)) is not None), config)
+    audio = next((part for name in _AUDIO if (part := getattr(config, name, None)) is not None), config)
     bins = _first(audio, ("num_mel_bins", "n_mels", "input_feat_per_channel", "feature_size", "input_dim"), 16)
     longest = _first(audio, ("max_source_positions",), 64)
     masks = [name for name in _MASKS if name in taken]
@@ -382,13 +382,13 @@ _MASKS = ("feature_attention_mask", "input_features_mask", "audio_attention_mask
 def _first(config: Any, names: Sequence[str], otherwise: int) -> int:
     """A setting by one of its names; of one for each direction the first."""
     for name in names:
-        found = getattr(config, name, None)
-        if isinstance(found, list | tuple) and found:
-            found = found[0]
-        if isinstance(found, dict) and found:
-            found = next(iter(found.values()))
-        if isinstance(found, int):
-            return found
+        value = getattr(config, name, None)
+        if isinstance(value, list | tuple) and value:
+            value = value[0]
+        if isinstance(value, dict) and value:
+            value = next(iter(value.values()))
+        if isinstance(value, int):
+            return value
     return otherwise
 
 
@@ -396,8 +396,8 @@ def _random(*shape: int) -> torch.Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(2)) - 0.5
 
 
-def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+def same(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
     """Whether all tensors are equal, bit for bit."""
-    return len(found) == len(expected) and all(
-        a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True)
+    return len(actual) == len(expected) and all(
+        a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(actual, expected, strict=True)
     )

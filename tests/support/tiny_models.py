@@ -72,11 +72,11 @@ def budget_that_keeps(folder: Path, share: float, **options: Any) -> int:
     low, high = 0, 1 << 26
     while high - low > 1000:
         middle = (low + high) // 2
-        found = pools(middle)
-        enough = not found or sum(pool.slots for pool in found) >= share * sum(pool.experts for pool in found)
+        placed = pools(middle)
+        enough = not placed or sum(pool.slots for pool in placed) >= share * sum(pool.experts for pool in placed)
         low, high = (low, middle) if enough else (middle, high)
-    found = load(folder, high, **options).placement.pools
-    assert sum(pool.slots for pool in found) >= share * sum(pool.experts for pool in found) > 0
+    placed = load(folder, high, **options).placement.pools
+    assert sum(pool.slots for pool in placed) >= share * sum(pool.experts for pool in placed) > 0
     return high
 
 
@@ -119,8 +119,8 @@ def bytes_when_made(model: Any) -> int:
     entries = {entry.target: entry for unit in find_units(model) for entry in unit.entries}
     tied = {name for name, source in model.all_tied_weights_keys.items() if source in entries}
     own = [p for name, p in entries.items() if name not in tied and not name.startswith(by_themselves)]
-    made = sum(p.shape.numel() * p.dtype.itemsize for p in own)
-    return made + (_transit_bytes(model) if by_themselves else 0)
+    nbytes = sum(p.shape.numel() * p.dtype.itemsize for p in own)
+    return nbytes + (_transit_bytes(model) if by_themselves else 0)
 
 
 def _transit_bytes(model: Any) -> int:
@@ -150,7 +150,7 @@ def dequantized(folder: Path, target: Path, compression: str | Mapping[str, str]
             shutil.copy(path, target)
     tensors = read_tensors(folder)
     if dtype == torch.float64:
-        tensors = {name: one.float() if one.is_floating_point() else one for name, one in tensors.items()}
+        tensors = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
         dtype = torch.float32
     for name, tensor in tensors.items():
         if not is_compressed(name, tensor):

@@ -56,9 +56,9 @@ def pack(
     if it is given."""
     out, directory = bytearray(prefix), bytearray()
     for member in members:
-        at = len(out)
+        offset = len(out)
         out += _local(member) + member.data + _descriptor(member) + between
-        directory += _central(member, at)
+        directory += _central(member, offset)
     begin = len(out)
     out += directory + behind_directory
     counts = {"disk": 0, "first": 0, "here": len(members), "count": len(members)}
@@ -93,8 +93,8 @@ def _local(member: Member) -> bytes:
     return head + f["name"] + f["extra"]
 
 
-def _central(member: Member, at: int) -> bytes:
-    f = {"header": at, **_fields(member, member.central)}
+def _central(member: Member, offset: int) -> bytes:
+    f = {"header": offset, **_fields(member, member.central)}
     head = struct.pack(
         "<4s6H3I5H2I", b"PK\x01\x02", 0, f["version"], f["flags"], f["method"], 0, 0, f["crc"], f["packed"], f["size"],
         len(f["name"]), len(f["extra"]), len(f["comment"]), f["disk"], 0, f["attributes"], f["header"],
@@ -151,9 +151,9 @@ def pickled(value: Any, protocol: int = 2) -> bytes:
     return stream.getvalue()
 
 
-def storage(key: Any = "0", elements: Any = 4, kind: Any = torch.FloatStorage, place: Any = "cpu") -> StorageOf:
+def storage(key: Any = "0", elements: Any = 4, cls: Any = torch.FloatStorage, place: Any = "cpu") -> StorageOf:
     """A reference to a storage as torch makes it."""
-    return StorageOf("storage", kind, key, place, elements)
+    return StorageOf("storage", cls, key, place, elements)
 
 
 def tensor(held: Any = None, first: Any = 0, shape: Any = (4,), strides: Any = (1,), *more: Any) -> Call:

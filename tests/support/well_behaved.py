@@ -125,12 +125,12 @@ async def until_answered(
     place.tally.lost.append(f"{name}: no answer in {PATIENCE:g} s")
 
 
-def judge(tally: Tally, kind: str, question: Question, text: str) -> None:
+def judge(tally: Tally, client: str, question: Question, text: str) -> None:
     """Whether an answer is the question's own."""
     if text == question.answer:
-        tally.answered[kind] += 1
+        tally.answered[client] += 1
     else:
-        tally.wrong.append(f"{kind}: to {question.text!r} came {text!r} for {question.answer!r}")
+        tally.wrong.append(f"{client}: to {question.text!r} came {text!r} for {question.answer!r}")
 
 
 def _check(place: Place, response: httpx.Response) -> None:
@@ -197,7 +197,7 @@ def piece_of(place: Place, event: dict[str, Any]) -> str:
 
 def text_of(answer: dict[str, Any]) -> str:
     """Of the first choice, at either route."""
-    found = ""
+    text = ""
     for choice in answer["choices"][:1]:
-        found = choice.get("text") or (choice.get("delta") or choice.get("message") or {}).get("content") or ""
-    return found
+        text = choice.get("text") or (choice.get("delta") or choice.get("message") or {}).get("content") or ""
+    return text

@@ -76,10 +76,10 @@ class WithoutFlock:
         """Make a call in a process for each actor, or each its own, and return when all have ended."""
         calls = [call] * len(actors) if isinstance(call, Call) else call
         wanted = [
-            (dataclasses.asdict(one), dataclasses.asdict(actor)) for one, actor in zip(calls, actors, strict=True)
+            (dataclasses.asdict(each), dataclasses.asdict(actor)) for each, actor in zip(calls, actors, strict=True)
         ]
-        asked = self._server.ask(f"{__name__}:run_all", {"wanted": wanted, "answer": str(self._answer)})
-        assert asked.status == 0
+        ended = self._server.ask(f"{__name__}:run_all", {"wanted": wanted, "answer": str(self._answer)})
+        assert ended.status == 0
         return [Ended(*entry) for entry in json.loads(self._answer.read_text())]
 
 

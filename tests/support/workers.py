@@ -48,7 +48,7 @@ class Worker:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.process.kill()
         self.process.wait()
@@ -104,7 +104,7 @@ def _serve() -> None:
         fields, pause_at = json.loads(line)
         if fields["compression"]:
             _use_one_thread()
-        counter = Counter(lambda number, step, at=pause_at: _pause(number, step, at))  # type: ignore[misc]
+        counter = Counter(lambda number, step, index=pause_at: _pause(number, step, index))  # type: ignore[misc]
         try:
             with observe_ticks(counter):
                 print(f"made {Call(**fields).make()}", flush=True)
@@ -118,8 +118,8 @@ def _use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def _pause(number: int, step: Step, at: int | None) -> None:
-    if number == at:
+def _pause(number: int, step: Step, index: int | None) -> None:
+    if number == index:
         print("paused", flush=True)
         sys.stdin.readline()  # until it is told to go on, or is ended
 
