@@ -123,7 +123,7 @@ class _Times:
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Nothing is left."""
+        """Ignore the end: no text is printed."""
 
 
 def answer(
@@ -225,7 +225,7 @@ class Subjects:
 
 
 def load(options: Any, work: Path, rows: Sequence[str]) -> Subjects:
-    """Load them. Each model has files of its own: what one of them maps, does not leave the page cache."""
+    """Load the models. Each has files of its own: what one of them maps does not leave the page cache."""
     from rabbitllm import AutoModel
     from rabbitllm.engine import span_reader
     from rabbitllm.errors import OptionError

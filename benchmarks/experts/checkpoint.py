@@ -64,17 +64,17 @@ class MoeScale:
 
     @property
     def text_tokens(self) -> int:
-        """Of each text."""
+        """Tokens of each text."""
         return self.vocab_size // TEXTS
 
     @property
     def experts(self) -> int:
-        """Of all layers."""
+        """Experts of all layers."""
         return self.num_hidden_layers * self.num_experts
 
     @property
     def expert_bytes(self) -> int:
-        """Of one expert."""
+        """Bytes of one expert."""
         return 3 * self.hidden_size * self.moe_intermediate_size * published.ELEMENT_BYTES
 
 
@@ -123,7 +123,7 @@ ONE_ADDED = ("qwen3-next", "qwen4-exp")
 
 
 def config_of(scale: MoeScale) -> Config:
-    """Its config.json, without tokens at which generation would end."""
+    """The config.json of a scale, without tokens at which generation would end."""
     chosen = {name: value for name, value in asdict(scale).items() if name not in ("shard_bytes", "kind", "writing")}
     whole, layers = KINDS[scale.kind][0], scale.num_hidden_layers
     if scale.kind in ONE_ADDED:
@@ -146,7 +146,7 @@ def config_of(scale: MoeScale) -> Config:
 
 
 def model_of(scale_name: str) -> Model:
-    """As `published.checkpoint` takes it."""
+    """The model of a scale, in the form that `published.checkpoint` takes."""
     scale = SCALES[scale_name]
     return Model(
         f"{scale.kind}, {scale_name}",
@@ -185,7 +185,7 @@ def make_moe_checkpoint(work: Path, scale_name: str) -> Path:
 
 
 def _recipe(scale_name: str) -> list[Any]:
-    """All that the bytes depend on."""
+    """Everything on which the checkpoint's bytes depend."""
     return [FORMAT, asdict(SCALES[scale_name]), WRITERS, [asdict(habits) for habits in HABITS.values()]]
 
 

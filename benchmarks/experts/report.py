@@ -87,7 +87,7 @@ class Limit:
         return None if disk is None or memory is None else cls(disk, memory, touched)
 
     def seconds(self, run: MoeRun) -> float:
-        """A token's, of a run with so many missed bytes; without a cap, where they are not counted, with those read."""
+        """Seconds of a token of this run, by its missed bytes; without a cap, by the bytes it read."""
         missed = (run.missed_bytes or sum(run.step_bytes)) / max(len(run.step_seconds), 1)
         return max(missed / max(run.disk_speed, 1), self.touched / run.memory_speed)
 

@@ -41,19 +41,19 @@ class DelayedGpu(CudaDevice):
     interrupt_at: int | None = None
 
     def upload(self, host: torch.Tensor, device: torch.Tensor, after: Any) -> Any:
-        """Copy late."""
+        """Upload late."""
         if self.cycles:
             with torch.cuda.stream(self._copies):
                 sleep(self.torch_device, self.cycles)
         return super().upload(host, device, after)
 
     def landed(self, ticket: Any) -> None:
-        """Count it."""
+        """Count a wait."""
         self._wait()
         super().landed(ticket)
 
     def synchronise(self) -> None:
-        """Count it."""
+        """Count a wait."""
         self._wait()
         super().synchronise()
 

@@ -87,7 +87,7 @@ class _Split:
 
 
 def _compared(name: str, place: Place) -> Row:
-    """Of one type."""
+    """The rows of one type."""
     folder, row = (
         place.work / f"type-{name}",
         {"type": name, "error": 0.0, "from codes": 0.0, "other tokens": 0, "CPU to GPU": 0.0},

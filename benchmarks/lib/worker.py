@@ -149,11 +149,11 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def requests(job: dict[str, Any]) -> dict[str, Any]:
-    """Load a model of experts and generate greedily, a prompt or several at once after another; see `experts.MoeRun`.
+    """Load a model of experts, and answer requests greedily, each of a prompt or several; see `experts.MoeRun`.
 
     Only the steps after first tokens count, of all requests after the first `warm_up`. The last `counted` ones are not
-    timed: in them the profiler counts, whose clocks take time. Before each that is timed the rate of `probed` is
-    measured: of the memory, or of the disk by such files. `endless`: no token ends one.
+    timed: in them the profiler counts, and its clocks take time. Before each timed request the worker measures a rate:
+    of the disk with the files `probed`, or of the memory if there are none. `endless`: no token ends an answer.
     """
     start = time.perf_counter()
     model = LOADERS[job["loader"]](job)

@@ -130,14 +130,14 @@ class Subject:
 
     @torch.inference_mode()
     def _logits(self, model: Any) -> Iterator[torch.Tensor]:
-        """Of the positions of each text."""
+        """Logits of the positions of each text."""
         for text in self.texts:
             ids = torch.tensor([[*text.context, *text.continuation[:-1]]])
             yield model(input_ids=ids, use_cache=False).logits[0, len(text.context) - 1 :]
 
     @torch.inference_mode()
     def summary(self, model: Any) -> Summary:
-        """Of a model of transformers, text by text."""
+        """The summary of a model of transformers, text by text."""
         head, parts = self.plain.get_output_embeddings(), []
         for states, other, targets in zip(self.states, self._logits(model), self.targets, strict=True):
             parts.append(compare_logits(head(states)[0, -len(targets) :], other, targets))
@@ -267,7 +267,7 @@ def _own_predictions(subject: Subject, path: Path, expected: torch.Tensor, work:
 
 
 def table(rows: Sequence[Row], subject: Subject) -> report.Table:
-    """Of one model, the smallest first."""
+    """The table of one model, the smallest row first."""
     shown = []
     for row in sorted(rows, key=lambda row: row.nbytes):
         divergence = row.summary.divergence
@@ -286,7 +286,7 @@ def table(rows: Sequence[Row], subject: Subject) -> report.Table:
 
 
 def _digits(value: float, large: int, small: int) -> str:
-    """With so many decimals, from 10 on and below."""
+    """A number with `large` decimals from 10 on, and with `small` below."""
     return f"{value:.{large if value >= 10 else small}f}"
 
 

@@ -63,7 +63,7 @@ class Host:
     reads_in_turn: bool = False
 
     def figures(self) -> dict[str, Figure]:
-        """All of them, by name."""
+        """All figures of the machine, by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Figure)}
 
 

@@ -137,7 +137,7 @@ def _over(nbytes: float, host: Host) -> float:
 
 
 def cache_bytes(shape: Shape, sequences: int) -> int:
-    """Of KV caches and states at the end of the answers."""
+    """Bytes of KV caches and states at the end of the answers."""
     return sequences * shape.cache.bytes_for(PROMPT + ANSWER)
 
 
@@ -213,5 +213,5 @@ def of_many(outcome: Outcome, hosts: int) -> float:
 
 
 def dollars(host: Host, outcome: Outcome) -> float:
-    """For a million tokens."""
+    """Dollars for a million tokens."""
     return host.hourly.value * outcome.hosts / 3600 / outcome.tokens_a_second * 1e6

@@ -57,7 +57,7 @@ def best_of(way: str, host: Host, model: str, count: int) -> tuple[str | None, O
 
 
 def figure(value: float) -> str:
-    """With three significant digits."""
+    """A number with three significant digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

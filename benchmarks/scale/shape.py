@@ -72,7 +72,7 @@ class Shape:
 
     @property
     def output_bytes(self) -> int:
-        """Of its layer files."""
+        """Bytes of its layer files."""
         return self.outline.output_bytes(self.compression)
 
     @property
@@ -82,7 +82,7 @@ class Shape:
 
     @property
     def hidden_bytes(self) -> int:
-        """Of a token's hidden state between layers."""
+        """Bytes of a token's hidden state between layers."""
         return TWO_BYTES * int(self.config["hidden_size"])
 
 
@@ -212,5 +212,5 @@ def drawn_for(name: str, compression: str | None) -> Drawn:
 
 
 def fits_disk(shape: Shape, host: Host) -> bool:
-    """Whether its layer files do."""
+    """Whether the layer files of a model fit on a machine's disk."""
     return shape.output_bytes <= host.disk_room.value

@@ -38,7 +38,7 @@ class ServeRun(Run):
         return 1 / rate if rate else float("inf")
 
     def level(self, at_once: int) -> Mapping[str, Any] | None:
-        """Of so many clients."""
+        """The figures with so many clients; None without any."""
         return next((level for level in self.levels if level["at_once"] == at_once), None)
 
 

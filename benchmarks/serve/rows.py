@@ -117,7 +117,7 @@ def prepared(row: str, workload: Workload) -> Path:
 
 
 def job_of(row: str, workload: Workload, work: Path) -> dict[str, Any]:
-    """For `worker.serve`."""
+    """The job of a row's server, for `worker.serve`."""
     server, place = SERVERS[row], prepared(row, workload)
     job: dict[str, Any] = {
         "how": server.how,

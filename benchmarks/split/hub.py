@@ -172,7 +172,7 @@ class HubProcess:
         self._process.communicate("")
 
     def sent(self) -> Sent:
-        """Since its start."""
+        """Bytes of shards that the hub has sent since its start."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write("\n")
@@ -187,7 +187,7 @@ class HubProcess:
         return self.sent()
 
     def cpu_seconds(self) -> float:
-        """Of all its threads, since its start."""
+        """Processor seconds of all threads of the hub, since its start."""
         times = psutil.Process(self._process.pid).cpu_times()
         return float(times.user + times.system)
 

@@ -42,7 +42,7 @@ class Row:
 
     @property
     def ratios(self) -> list[float]:
-        """Of the same turn."""
+        """Ratios of the two rates of each turn."""
         return [ours / theirs for ours, theirs in zip(self.ours, self.theirs, strict=True)]
 
 

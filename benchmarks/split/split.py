@@ -90,7 +90,7 @@ class SplitRun(Run):
 
     @property
     def headline(self) -> float:
-        """Until all is on the disk."""
+        """Seconds until all is on the disk."""
         return self.seconds + self.sync_seconds
 
 
