@@ -1,4 +1,5 @@
-"""Ctrl-C in the `rabbitllm` command: while modules are imported, the process ends at once; else as in any program.
+"""Ctrl-C in the `rabbitllm` command: while modules are imported, and when it is done, the process ends at once; else as
+in any program.
 
 Importing torch and transformers takes seconds, some of their modules catch whatever is raised meanwhile, and Python
 takes seconds more to take them down again. Nothing is lost: a command that was killed is finished by the same command.
@@ -29,18 +30,9 @@ def resumable() -> AbstractContextManager[None]:
 
 def answer_interrupts() -> None:
     """Answer Ctrl-C as above from now on, unless the caller of the command has its own handler."""
-    _replace(signal.default_int_handler, on_interrupt)
-
-
-def end_at_interrupts() -> None:
-    """End the process at once at Ctrl-C from now on: it is done, and Python with torch takes a second to end."""
-    _replace(on_interrupt, signal.SIG_DFL)
-
-
-def _replace(before: Any, handler: Any) -> None:
     is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGINT) is before:
-        signal.signal(signal.SIGINT, handler)
+    if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, on_interrupt)
 
 
 @contextlib.contextmanager
@@ -57,13 +49,18 @@ def handling(number: int, handler: Callable[[int, Any], object]) -> Iterator[Non
 
 
 def on_interrupt(sig: int, frame: Any) -> None:
-    """The handler: raises KeyboardInterrupt with the line to print, unless the interrupted code is being imported."""
-    caller = frame
-    while caller is not None:
-        if caller.f_code.co_filename == "<frozen importlib._bootstrap>":
+    """The handler: raises KeyboardInterrupt with the line to print, unless the interrupted code is being imported, or
+    Python ends: then no module's code is below it, and it would print a traceback.
+    """
+    is_ending = True
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             # a terminal has shown ^C, and a status line may have hidden its cursor
             shown = "\x1b[?25h\n" if os.isatty(2) else ""
             os.write(2, f"{shown}{_line.get()}\n".encode())
             os._exit(INTERRUPTED)
-        caller = caller.f_back
+        is_ending &= frame.f_code.co_name != "<module>"
+        frame = frame.f_back
+    if is_ending:
+        os._exit(INTERRUPTED)
     raise KeyboardInterrupt(_line.get())

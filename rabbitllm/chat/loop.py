@@ -214,12 +214,14 @@ class ChatStreams:
         answers: file that answers are written to.
         notes: console for everything else.
         interactive: whether input and output are a terminal.
+        answering: context of an answer.
     """
 
     read_line: Callable[[str], str]
     answers: TextIO
     notes: Console
     interactive: bool
+    answering: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
 def standard_streams() -> ChatStreams:
@@ -227,7 +229,9 @@ def standard_streams() -> ChatStreams:
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if interactive:
         with contextlib.suppress(ImportError):  # gives `input` history and editing, where available
-            import readline  # noqa: F401
+            import readline
+
+            readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one message; Python has it off
     else:
         with contextlib.suppress(AttributeError, ValueError):  # stdin is not a text file
             cast(Any, sys.stdin).reconfigure(errors="replace")
@@ -236,7 +240,24 @@ def standard_streams() -> ChatStreams:
         sys.stdout,
         Console(highlight=False, stderr=not interactive),
         interactive,
+        _unechoed if interactive else contextlib.nullcontext,
     )
+
+
+@contextlib.contextmanager
+def _unechoed() -> Iterator[None]:
+    """Leave what is typed meanwhile to the next prompt: amid an answer the terminal would show it, and ^C."""
+    if sys.platform == "win32":
+        yield
+        return
+    import termios
+
+    before = termios.tcgetattr(sys.stdin)
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, [*before[:3], before[3] & ~termios.ECHO, *before[4:]])
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 @dataclass(eq=False)
@@ -316,7 +337,7 @@ class ChatLoop:
         """Answer a question, which goes with the pictures that wait for it."""
         question = question.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
         printer = AnswerPrinter(self.streams.notes, self.streams.answers)
-        with _interruptible() as stopped, self._waiting() as (at_unit, begin):
+        with self.streams.answering(), _interruptible() as stopped, self._waiting() as (at_unit, begin):
             came = False
 
             def write(text: str) -> None:

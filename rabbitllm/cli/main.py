@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rabbitllm.base.interrupts import answer_interrupts, end_at_interrupts, resumable
+from rabbitllm.base.interrupts import answer_interrupts, resumable
 from rabbitllm.base.terminal import size
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli._batch import batch_command
@@ -173,7 +173,6 @@ def _open_standard_streams() -> None:
 def main() -> None:
     """Run the command line."""
     answer_interrupts()
-    atexit.register(end_at_interrupts)  # else a traceback may follow the answer
     atexit.register(gc.freeze)  # else the last garbage collection visits torch's objects, which takes seconds
     _open_standard_streams()
     record_factory = logging.getLogRecordFactory()

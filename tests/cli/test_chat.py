@@ -111,9 +111,19 @@ def test_the_default_draft(demo: Path, tmp_path: Path) -> None:
         assert (found and found[1].decode()) == brings, drafted.stderr
 
 
+def stop_answer(terminal: Terminal) -> None:
+    terminal.until(r"\?(\"\"\")?\r\n(?s:.*?)" + OF_AN_ANSWER)
+    terminal.send("typed\x03")
+    came = terminal.until(r"stopped; the partial answer stays")
+    assert not re.search(r"typed|\^C", came)
+    terminal.until(r">>> ")
+
+
 @pytest.mark.long
 def test_at_a_terminal(endless: Path, tmp_path: Path) -> None:
-    """Ctrl-C stops an answer and not the conversation; at the prompt it says how to leave."""
+    """Ctrl-C stops an answer and not the conversation; at the prompt it says how to leave. An answer has nothing amid it
+    that is typed meanwhile, and pasted lines are one message.
+    """
     talk = tmp_path / "talk.json"
     with at_a_terminal(endless, "--max-memory", "cpu=0") as terminal:
         terminal.until(r"Ctrl-D")
@@ -125,10 +135,12 @@ def test_at_a_terminal(endless: Path, tmp_path: Path) -> None:
             if last:
                 terminal.until(r"\.\.\. ")
                 terminal.send(f"{last}\r")
-            terminal.until(r"\?(\"\"\")?\r\n(?s:.*?)" + OF_AN_ANSWER)
-            terminal.send("\x03")
-            terminal.until(r"stopped; the partial answer stays")
-            terminal.until(r">>> ")
+            stop_answer(terminal)
+        if "libedit" not in str(pytest.importorskip("readline").__doc__):
+            terminal.send("\x1b[200~What is\r12 + 7?\x1b[201~\r")
+            stop_answer(terminal)
+            terminal.send("/undo\r")
+            terminal.until(r"removed the last exchange; 2 left(?s:.*?)>>> ")
         terminal.send(f"/save {talk}\r")
         terminal.until(r"wrote 2 exchanges")
         terminal.until(r">>> ")

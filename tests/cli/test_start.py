@@ -110,13 +110,26 @@ try:
 except KeyboardInterrupt as interrupt:
     print(f"answered: {interrupt}")
 """
+# A thread or a module outlives the command: what Python then waits for is no part of it any more.
 ENDS = """
-import time
-from rabbitllm.base.interrupts import answer_interrupts, end_at_interrupts
-answer_interrupts()
-end_at_interrupts()
-print("begun", flush=True)
-time.sleep(600)
+import atexit, contextlib, io, sys, threading, time
+from rabbitllm.__main__ import main
+
+def last():
+    print("begun", flush=True)
+    time.sleep(600)
+
+sys.argv = ["rabbitllm", "--version"]
+with contextlib.redirect_stdout(io.StringIO()):
+    try:
+        main()
+    finally:
+"""
+THREADS = f"""{ENDS}
+        threading.Thread(target=lambda: (threading.main_thread().join(), last())).start()
+"""
+MODULES = f"""{ENDS}
+        atexit.register(last)
 """
 
 
@@ -126,11 +139,12 @@ time.sleep(600)
         (IMPORTS, (130, "", "interrupted\n")),
         (RESUMES, (130, "", "interrupted; run the same command to resume\n")),
         (COMPUTES, (0, "answered: interrupted; run the same command to resume\n", "")),
-        (ENDS, (-signal.SIGINT, "", "")),
+        (THREADS, (130, "", "")),
+        (MODULES, (130, "", "")),
     ],
-    ids=["import", "import in a command that resumes", "work", "end"],
+    ids=["import", "import in a command that resumes", "work", "wait for threads at the end", "end of modules"],
 )
-def test_only_imports_are_ended_at_once(tmp_path: Path, code: str, end: tuple[int, str, str]) -> None:
+def test_only_imports_and_the_end_are_ended_at_once(tmp_path: Path, code: str, end: tuple[int, str, str]) -> None:
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     command = [sys.executable, "-c", code]
