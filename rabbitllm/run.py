@@ -14,6 +14,7 @@ from rich.text import Text
 
 from rabbitllm.auto_model import LoadRequest, load
 from rabbitllm.base.options import Hosts
+from rabbitllm.base.plain_json import fields_of
 from rabbitllm.base.terminal import counted, harmless, put_fact, size
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.media import MediaFile
@@ -212,8 +213,7 @@ def answer_record(model: str, result: Result, load_seconds: float, where: Mappin
     """
     return {
         "model": model,
-        "text": result.text,
-        "reasoning": result.reasoning,
+        **fields_of(result, "text", "reasoning"),
         "tokens": list(result.tokens),
         "prompt_tokens": result.prompt_tokens,
         "new_tokens": len(result.tokens),
@@ -221,8 +221,7 @@ def answer_record(model: str, result: Result, load_seconds: float, where: Mappin
         "finish": _FINISH[result.finish],
         "load_seconds": load_seconds,
         "first_token_seconds": result.first_seconds,
-        "seconds": result.seconds,
-        "tokens_per_second": result.tokens_per_second,
+        **fields_of(result, "seconds", "tokens_per_second"),
         **where,
     }
 

@@ -7,10 +7,11 @@ clock is a parameter. Rates are of the last seconds; they do not include work of
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 
@@ -226,6 +227,8 @@ RATE_SECONDS = 10.0
 """Period over which rates are estimated."""
 SAMPLE_SECONDS = 0.25
 """Minimum time between two points that rates are estimated from, however many events arrive."""
+MAX_POINTS = math.ceil(RATE_SECONDS / SAMPLE_SECONDS) + 2
+"""Points that span the period."""
 FIRST_SECONDS = 0.5
 """Minimum period for a rate."""
 
@@ -345,10 +348,11 @@ class SplitProgress:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._compilation = Compilation(clock)
-        self._begin("splitting", "", 0)
+        self._begin(SplitStats())
 
-    def _begin(self, doing: str, label: str, total: int) -> None:
-        self._doing, self._label, self._total = doing, label, total
+    def _begin(self, stats: SplitStats) -> None:
+        self._stats = stats
+        """What events tell; the rest is computed from what follows."""
         self._start = self._clock()
         self._before = 0
         self._started: SplitStarted | None = None
@@ -356,16 +360,11 @@ class SplitProgress:
         self._shard_done: dict[str, int] = {}
         self._shard_fetched: dict[str, int] = {}
         self._current = ""
-        self._number = self._of = 0
-        self._disk: int | None = None
-        self._limit: int | None = None
-        self._source_left = 0
-        self._layer = ""
         self._layers: set[str] = set()
-        self._idle, self._idle_since = 0.0, None if doing == "downloading" else self._start
+        self._idle, self._idle_since = 0.0, None if stats.doing == "downloading" else self._start
         self._pace: float | None = None
         self._counts = _TaskCounts(self._start)
-        self._points: deque[_TaskCounts] = deque([self._counts])
+        self._points: deque[_TaskCounts] = deque([self._counts], MAX_POINTS)
 
     def hear(self, event: Event) -> None:
         """Process an event."""
@@ -374,23 +373,24 @@ class SplitProgress:
             case BytesDone():
                 done = self._shard_done
                 done[event.shard] = done.get(event.shard, 0) + event.nbytes
-                self._layer = event.layer or self._layer
+                self._stats = replace(self._stats, layer=event.layer or self._stats.layer)
                 self._count(event.nbytes, 0, event.quantized, event.written)
             case BytesFetched():
                 self._fetched(event)
             case DiskSampled():
-                self._disk, self._limit = event.disk_bytes, event.limit_bytes
+                self._stats = replace(self._stats, disk_bytes=event.disk_bytes, limit_bytes=event.limit_bytes)
             case ShardStarted():
-                self._current, self._number, self._of = event.shard, event.number, event.of
+                self._current, self._stats = event.shard, replace(self._stats, shard=event.number, shards=event.of)
             case ShardDone():
                 self._shard_done[event.shard] = self._sizes.get(event.shard, self._shard_done.get(event.shard, 0))
-                self._disk, self._source_left = event.disk_bytes, event.source_left_bytes
+                left = event.source_left_bytes
+                self._stats = replace(self._stats, disk_bytes=event.disk_bytes, source_left_bytes=left)
             case LayerDone():
                 self._layers.add(event.layer)
             case SplitStarted():
                 self._start_split(event)
             case DownloadStarted():
-                self._begin("downloading", event.label, event.nbytes)
+                self._begin(SplitStats("downloading", event.label, total_bytes=event.nbytes))
 
     def _fetched(self, event: BytesFetched) -> None:
         fetched = self._shard_fetched
@@ -406,14 +406,22 @@ class SplitProgress:
         return self._idle + (self._clock() - self._idle_since if self._idle_since is not None else 0.0)
 
     def _start_split(self, event: SplitStarted) -> None:
-        disk, limit = self._disk, self._limit  # the disk is sampled before the split's first own event
-        self._begin("splitting", event.label, event.source_bytes)
-        self._disk, self._limit = disk, limit
+        earlier = self._stats  # the disk is sampled before the split's first own event
+        self._begin(
+            SplitStats(
+                label=event.label,
+                total_bytes=event.source_bytes,
+                disk_bytes=earlier.disk_bytes,
+                limit_bytes=earlier.limit_bytes,
+                source_left_bytes=event.source_left_bytes,
+                shard=event.resumed,
+                shards=event.resumed + len(event.shards),
+                layers=event.layers,
+            )
+        )
         self._started = event
         self._sizes = dict(zip(event.shards, event.shard_bytes, strict=False))
         self._before = event.source_bytes - sum(event.shard_bytes) if event.shard_bytes else 0
-        self._number, self._of = event.resumed, event.resumed + len(event.shards)
-        self._source_left = event.source_left_bytes
 
     def _count(self, done: int, fetched: int, quantized: int, written: int) -> None:
         now, last = self._clock(), self._counts
@@ -427,35 +435,25 @@ class SplitProgress:
         )
         if now - self._points[-1].at >= SAMPLE_SECONDS:
             self._points.append(self._counts)
-        while len(self._points) > 1 and self._points[1].at <= now - RATE_SECONDS:
-            self._points.popleft()
 
     def stats(self) -> SplitStats:
         """Return the present statistics."""
         now = self._clock()
         rates, done, started = self._rates(now), self._done(), self._started
-        return SplitStats(
-            COMPILING if self._compilation.is_long else self._doing,
-            self._label,
-            done,
-            self._total,
-            rates,
-            self._seconds_left(rates, done),
-            self._disk,
-            self._limit,
-            self._source_left,
-            self._number,
-            self._of,
-            self._here(),
-            self._layer,
-            len(self._layers) + (started.layers_before if started is not None else 0),
-            started.layers if started is not None else 0,
-            now - self._start,
+        return replace(
+            self._stats,
+            doing=COMPILING if self._compilation.is_long else self._stats.doing,
+            done_bytes=done,
+            rates=rates,
+            seconds_left=self._seconds_left(rates, done),
+            shard_here=self._here(),
+            layers_done=len(self._layers) + (started.layers_before if started is not None else 0),
+            seconds=now - self._start,
         )
 
     def _done(self) -> int:
-        if self._doing == "downloading":
-            return min(max(sum(self._shard_fetched.values()), 0), self._total)
+        if self._stats.doing == "downloading":
+            return min(max(sum(self._shard_fetched.values()), 0), self._stats.total_bytes)
         sizes = self._sizes
         return self._before + sum(min(done, sizes.get(shard, done)) for shard, done in self._shard_done.items())
 
@@ -471,7 +469,7 @@ class SplitProgress:
         if seconds < FIRST_SECONDS:
             return CurrentRates()
         fetch = (last.fetched - first.fetched) / seconds
-        if self._doing == "downloading":
+        if self._stats.doing == "downloading":
             return CurrentRates(fetch, fetch)
         active = seconds - (self._idle_now() - first.idle)
         if active >= FIRST_SECONDS:
@@ -487,7 +485,7 @@ class SplitProgress:
         """Return the longer of the time left to split, at the rate of splitting, and the time left to fetch."""
         seconds = []
         if rates.done:
-            seconds.append((self._total - done) / rates.done)
+            seconds.append((self._stats.total_bytes - done) / rates.done)
         if self._pace and self._started is not None and self._started.fetches:
             fetched = sum(min(max(n, 0), self._sizes.get(s, n)) for s, n in self._shard_fetched.items())
             seconds.append(max(sum(self._sizes.values()) - fetched, 0) / self._pace)

@@ -344,7 +344,7 @@ def natural_key(name: str) -> tuple[object, ...]:
 
 
 def index_of(weight_map: Mapping[str, str], dtype: str | None = None) -> CheckpointIndex:
-    """An index from a weight map whose shard names are already checked."""
+    """An index from a weight map; the caller checks the names of shards."""
     return CheckpointIndex(dict(weight_map), tuple(sorted(set(weight_map.values()), key=natural_key)), dtype)
 
 
@@ -364,10 +364,9 @@ def read_index(path: Path) -> CheckpointIndex:
             raise InvalidIndexError(
                 f"{path} puts tensor {tensor[:80]!r} into {short(shard, 120)}; expected the name of a shard.", _REMEDY
             )
-        check_shard_name(shard, path.name)
     dtype = metadata.get("dtype") if isinstance(metadata, dict) else None
     index = index_of(weight_map, dtype if dtype in MODEL_DTYPES.values() else None)
-    _check_distinct(index.shards, path.name)
+    _check_shard_names(index.shards, path.name)
     return index
 
 
@@ -422,11 +421,12 @@ def check_shard_name(shard: str, source: str) -> None:
         )
 
 
-def _check_distinct(shards: Iterable[str], source: str) -> None:
-    """Refuse names that differ only in case, or only in `/` and `--` (by which it is replaced in staging): deleting one
-    would delete the other."""
+def _check_shard_names(shards: Iterable[str], source: str) -> None:
+    """Refuse names that `check_shard_name` refuses, and names that differ only in case, or only in `/` and `--` (by
+    which it is replaced in staging): deleting one would delete the other."""
     shards_by_key: dict[str, str] = {}
     for shard in shards:
+        check_shard_name(shard, source)
         other = shards_by_key.setdefault(shard.casefold().replace("/", "--"), shard)
         if other != shard:
             raise UnsafePathError(

@@ -231,10 +231,11 @@ class RowProducts:
         for module in each if each and load_kernels(model) else ():
             is_free = "forward" not in vars(module)
             module_class: Any = type(module)
-            if module_class.forward is nn.Linear.forward:
+            own = module_class.forward
+            if own is nn.Linear.forward:
                 if is_free or (is_installed(module) and not (multiplies_plain(module) or ROUNDING in vars(module))):
                     self._undo.append(Sibling(module, last_call).install_for_plain())
-            elif is_free and (forward := _forward_for(module_class)):
+            elif is_free and (forward := _linear_forward(module_class, own) or _router_forward(own)):
                 replace(module, by_function, forward)
                 self._undo.append(functools.partial(delattr, module, "forward"))
 
@@ -270,11 +271,6 @@ def has_row_product(module: Any) -> bool:
         return is_installed(module)
     forward = form_in(module, by_function)
     return forward is not None and forward is _router_forward(type(module).forward)
-
-
-def _forward_for(module_class: Any) -> Callable[..., Any] | None:
-    """The forward of a class of Linears or routers with `row_product`; None of others."""
-    return _linear_forward(module_class, module_class.forward) or _router_forward(module_class.forward)
 
 
 @functools.cache

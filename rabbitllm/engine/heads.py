@@ -111,7 +111,7 @@ class Heads:
         model = self._model
         embedding = model.get_input_embeddings()
         norm = getattr(embedding, "embed_norm", None)  # of Inkling, whose heads do without
-        bare = contextlib.nullcontext() if norm is None else norm.register_forward_hook(_its_input)
+        bare = contextlib.nullcontext() if norm is None else norm.register_forward_hook(lambda module, args, _: args[0])
         with model.streamer.passing(), bare:
             embedded = embedding(ids.to(self.device)).to(self.device)
         with self._streamer.passing():
@@ -121,11 +121,6 @@ class Heads:
         with model.streamer.passing():
             logits = logits_of_heads(self._heads, hidden[:, list(ends)])[0]
         return hidden, logits.to(dtype=torch.float32, device=ids.device)
-
-
-def _its_input(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """A forward hook that undoes a module."""
-    return args[0]
 
 
 @dataclass(frozen=True)

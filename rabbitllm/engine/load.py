@@ -229,15 +229,9 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
     coded = [is_coded for recipe, is_coded in multiplied if _published.loads(recipe.converter)]
     _published.warn_of_dequantizing(plan.quantizer, store.folder, model.dtype, devices, coded)
     on_cpu = any(device.shares_host_memory for device in devices)
-    fast = options.fast_bfloat16
-    if fast is None:
-        fast = on_cpu and not options.exact
-    is_fast = (
-        fast
-        and forwards.has_plain_matrices(model, plan.sources.values(), plan.experts)
-        and forwards.load_kernels(model)
-    )
-    if is_fast:
+    is_fast = options.fast_bfloat16 if options.fast_bfloat16 is not None else on_cpu and not options.exact
+    is_fast = is_fast and forwards.has_plain_matrices(model, plan.sources.values(), plan.experts)
+    if is_fast := is_fast and forwards.load_kernels(model):
         forwards.RowProducts(model)
     is_multiplied = any(is_coded for _, is_coded in multiplied) or is_fast
     if not options.exact and all(device.shares_host_memory for device in devices):

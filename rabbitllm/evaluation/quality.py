@@ -22,6 +22,7 @@ from rich.text import Text
 
 from rabbitllm.auto_model import LoadRequest, load
 from rabbitllm.base.options import arguments_checked, expand, is_named
+from rabbitllm.base.plain_json import fields_of
 from rabbitllm.base.terminal import Column, Printed, counted, harmless, put, put_fact, put_table, size, text_on
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.local import entry_in
@@ -84,7 +85,8 @@ def reference_spec(spec: ModelSpec) -> ModelSpec:
     plain = read_manifest(uncompressed)
     if plain is not None and plain.compression is None and plain.source.fingerprints == manifest.source.fingerprints:
         return ModelSpec(str(uncompressed), folder=spec.folder)
-    if _is_checkpoint(split_folder.parent):
+    with contextlib.suppress(CheckpointError, OSError):  # no checkpoint is there
+        entry_in(split_folder.parent)
         return ModelSpec(str(split_folder.parent), folder=spec.folder)
     if manifest.source.kind == "hub":
         return ModelSpec(manifest.source.name, folder=spec.folder, access=HubAccess(manifest.source.commit))
@@ -106,13 +108,6 @@ def _load_as(request: LoadRequest, spec: ModelSpec, *, split: bool) -> Any:
     request = replace(request, spec=spec, split=split_options(spec.compression), run=run)
     with contextlib.redirect_stdout(sys.stderr):  # output while loading must not mix with the result
         return load(request if split else request.unsplit())
-
-
-def _is_checkpoint(folder: Path) -> bool:
-    try:
-        return bool(entry_in(folder))
-    except (CheckpointError, OSError):
-        return False
 
 
 LEAST_POSITIONS = 16
@@ -247,8 +242,7 @@ class Quality(Printed):
         return {
             "model": _model_record(self.model, self.summary.perplexity),
             "against": _model_record(self.reference, self.summary.reference_perplexity),
-            "text": self.text,
-            "windows": self.windows,
+            **fields_of(self, "text", "windows"),
             "positions": self.summary.positions,
             "dtype": self.dtype,
             "divergence": {names.get(name, name): value for name, value in divergence.items()},

@@ -108,8 +108,10 @@ def parse_header(raw: bytes, file_size: int, file: str) -> Header:
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _corrupt(file, "its __metadata__ is not a table of strings")
-    if not _is_text("".join((*metadata, *metadata.values()))):
-        raise _corrupt(file, "its __metadata__ has an unpaired surrogate")
+    try:
+        "".join((*metadata, *metadata.values())).encode()
+    except UnicodeEncodeError:
+        raise _corrupt(file, "its __metadata__ has an unpaired surrogate") from None
     tensors = sorted(
         (_spec(name, entry, data_start, file) for name, entry in entries.items()), key=lambda t: (t.offset, t.nbytes)
     )
@@ -179,14 +181,6 @@ def _is_countable(shape: tuple[int, ...]) -> bool:
 
 def _tensor_error(file: str, name: str, problem: str) -> CorruptShardError:
     return _corrupt(file, f"tensor {name!r} {problem}")
-
-
-def _is_text(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _are_naturals(value: object) -> bool:

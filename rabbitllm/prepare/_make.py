@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -346,15 +345,12 @@ def ensure_split(
             downloaded = LocalCheckpoint(download_all(checkpoint, checkpoint.index), entry=checkpoint.gguf_entry())
             checkpoint = downloaded.with_dtype(options.gguf_dtype)
             request = dataclasses.replace(request, checkpoint=checkpoint, chosen=chosen)
-        sharing: AbstractContextManager[None] = contextlib.nullcontext()
         if executor is not None:
-            sharing = executor.sharing(folder, [source.local] if source.local is not None else [])
+            locks.enter_context(executor.sharing(folder, [source.local] if source.local is not None else []))
         try:
-            with sharing:
-                profiler = split(request)
+            return split(request)
         except MissingShardError as error:
             raise with_other_splits(error, source) from None
-        return profiler
 
 
 def check_from_headers(source: Source, options: SplitOptions | None, accept: Acceptance) -> None:

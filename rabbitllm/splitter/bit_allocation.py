@@ -323,9 +323,8 @@ class BitChoices:
         layout = lay_out_layer(layer.name, layer.specs, AUTO, BitAllocation(chosen), self._bare.format_version)
         indices = {spec.name: index for index, spec in enumerate(layer.specs)}
         tensor_bytes = [(indices[form.source.name], form.nbytes) for form in layout.forms]
-        waiting = [
-            settling for settling in layout.settles if settling.of.name in indices
-        ]  # a tensor in pieces has another name
+        # a tensor in pieces has another name
+        waiting = [settling for settling in layout.settles if settling.of.name in indices]
         filling = {indices[settling.of.name]: -settling.source.nbytes % TENSOR_ALIGNMENT for settling in waiting}
         scratch = layout.scratch_bytes + _last_filling(filling, layer)
         sizes = EstimatedFile(layout.header_bytes, layout.size, {}, scratch, layout.joined_bytes, layout.joins)

@@ -260,11 +260,7 @@ def _disk_use_at_once(plan: PlanSizes, disk_budget: DiskBudget, shard_transfer: 
         for shard in plan.shards
     }
     freed = {shard.name: 0 if shard.staged else disk_budget.freed.get(shard.name, 0) for shard in waiting}
-    staged = (
-        0
-        if shard_transfer is ShardTransfer.STREAM
-        else _largest((on_disk(s.size) for s in waiting if s.staged), at_once)
-    )
+    staged = _largest((on_disk(s.size) for s in waiting if s.staged), at_once if shard_transfer.files else 0)
     net_growth = sum(max(0, shard_bytes[name] - freed_bytes) for name, freed_bytes in freed.items())
     in_progress = _largest((min(shard_bytes[name], freed_bytes) for name, freed_bytes in freed.items()), at_once)
     used_bytes = sum(shard_bytes[name] for name in used if name in shard_bytes)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm.base.collection import uncollected
+from rabbitllm.base.plain_json import fields_of
 from rabbitllm.checkpoints.checkpoint import FileStat, SourceIdentity
 from rabbitllm.checkpoints.index import model_dtype
 from rabbitllm.checkpoints.naming import LayerName
@@ -320,10 +321,7 @@ def _encode(plan: SplitPlan, quantizer: str | None) -> dict[str, Any]:
         "quantiser": quantizer,
         "shards": [
             {
-                "name": shard.name,
-                "size": shard.size,
-                "fingerprint": shard.fingerprint,
-                "staged": shard.staged,
+                **fields_of(shard, "name", "size", "fingerprint", "staged"),
                 "tensors": [_encode_tensor(tensor) for tensor in shard.tensors],
                 **({} if shard.header_first else {"header_first": False}),
                 **({} if shard.stat is None else {"stat": dataclasses.astuple(shard.stat)}),
@@ -386,13 +384,7 @@ def _decode(content: dict[str, Any]) -> tuple[SplitPlan, str | None]:
     source_kind, name, commit = content["source"]
     source = SourceIdentity(source_kind, name, commit, {shard.name: shard.fingerprint for shard in shards})
     assigned = {tensor: LayerName(id, stem) for id, stem, tensors in content["layers"] for tensor in tensors}
-    compression = content["compression"]
-    chosen = (
-        manifest.allocation_from_json(content["chosen"])
-        if compression in manifest.MIXTURES or "chosen" in content
-        else None
-    )
+    chosen, dtype = manifest.allocation_in(content), model_dtype(content.get("dtype"))
     kept = tuple(map(manifest.record_from_json, content.get("kept", ())))
-    dtype = model_dtype(content.get("dtype"))
-    plan = make_plan(source, shards, assigned, compression, layout, chosen, dtype, kept=kept)
+    plan = make_plan(source, shards, assigned, content["compression"], layout, chosen, dtype, kept=kept)
     return plan, content["quantiser"]

@@ -121,7 +121,7 @@ def _plan_of_headers(request: SplitRequest, format_version: int = FORMAT_VERSION
     checkpoint = request.checkpoint
     metadata = metadata_of(checkpoint, checkpoint.index.shards)
     require_shards(checkpoint.index.shards, metadata, checkpoint)
-    shards = _planned_shards(checkpoint, metadata)
+    shards = planned_shards(checkpoint, metadata.values())
     names = [tensor.name for shard in shards for tensor in shard.tensors]
     assigned = assign_layers(names, model_type_of(request.config), request.naming)
     _require_distinct_files(dict.fromkeys(assigned.values()))
@@ -155,7 +155,7 @@ def _plan_of_repair(request: SplitRequest, finished: Manifest, layers: Collectio
         for name, mark in source.fingerprints.items()
         if kept and name not in metadata
     }
-    planned = absent | {shard.name: shard for shard in _planned_shards(checkpoint, metadata)}
+    planned = absent | {shard.name: shard for shard in planned_shards(checkpoint, metadata.values())}
     shards = tuple(planned[name] for name in dict.fromkeys((*source.fingerprints, *planned)) if name in planned)
     identity = checkpoint.identity(metadata.values())
     marks = {name: shard.fingerprint for name, shard in absent.items()} | {**identity.fingerprints}
@@ -169,16 +169,17 @@ def _plan_of_repair(request: SplitRequest, finished: Manifest, layers: Collectio
     return make_plan(replace(identity, fingerprints=marks), shards, assigned, *options, kept=kept)
 
 
-def _planned_shards(checkpoint: Checkpoint, metadata: Mapping[str, ShardMetadata]) -> tuple[PlannedShard, ...]:
-    tensors = tensors_by_shard(checkpoint.index, metadata.values())
-    left_out = left_out_of(checkpoint, metadata.values(), tensors)
+def planned_shards(checkpoint: Checkpoint, metadata: Collection[ShardMetadata]) -> tuple[PlannedShard, ...]:
+    """Return shards with the tensors that a split takes of each, and with what it leaves out."""
+    tensors = tensors_by_shard(checkpoint.index, metadata)
+    left_out = left_out_of(checkpoint, metadata, tensors)
     return tuple(
         PlannedShard(
             *(f.name, f.size, f.fingerprint, tensors[f.name], f.staged, f.header.comes_first, f.stat),
             left_out=left_out[f.name],
             metadata={} if f.staged else {key: text for key, text in f.header.metadata.items() if key != "format"},
         )
-        for f in metadata.values()
+        for f in metadata
     )
 
 

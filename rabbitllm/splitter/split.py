@@ -30,13 +30,14 @@ from rabbitllm.splitter.bit_allocation import other_budget
 from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, choose_shard_transfer, disk_use
 from rabbitllm.splitter.disk_sampler import DiskSampler
 from rabbitllm.splitter.filler import SplitWork
-from rabbitllm.splitter.plan import PlannedFiles, PlannedShard, SplitPlan, tensors_by_shard
+from rabbitllm.splitter.plan import PlannedFiles, PlannedShard, SplitPlan
 from rabbitllm.splitter.request import (
     SplitRequest,
     disk_budget_of,
     located,
     metadata_of,
     plan_split,
+    planned_shards,
     quantizer_of,
     require_shards,
     resumed_disk_budget,
@@ -46,7 +47,6 @@ from rabbitllm.splitter.source_check import (
     check_finished_source,
     check_resumed,
     copies_first,
-    left_out_of,
     moved_tensor,
     release_if_same,
     require_same,
@@ -163,12 +163,7 @@ def discard_finished(
         SplitMismatchError: a shard has changed since the split was made; nothing was deleted.
         IncompleteSplitError: a layer file is damaged; nothing was deleted.
     """
-    tensors = tensors_by_shard(checkpoint.index, metadata)
-    left_out = left_out_of(checkpoint, metadata, tensors)
-    shards = [
-        PlannedShard(f.name, f.size, f.fingerprint, tensors[f.name], f.staged, left_out=left_out[f.name])
-        for f in metadata
-    ]
+    shards = planned_shards(checkpoint, metadata)
     _warn_of_left_out(shards, manifest.source, policy, checkpoint)
     kept = {shard.name for shard in shards if shard.is_kept(manifest.source, policy)}
     deletable = [f for f in metadata if f.name not in kept]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm.base.grouping import grouped
+from rabbitllm.base.plain_json import fields_of
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.index import model_dtype
 from rabbitllm.errors import IncompleteSplitError, InvalidIndexError, SplitMismatchError
@@ -69,18 +70,20 @@ class BitAllocation:
         return {"max_disk": self.max_disk, "memory": self.memory, "schemes": names}
 
 
-def allocation_from_json(content: Mapping[str, Any]) -> BitAllocation:
-    """The record that `as_json` wrote.
+def allocation_in(content: Mapping[str, Any]) -> BitAllocation | None:
+    """The bits by tensor in a manifest or in the head of a journal, as `as_json` wrote them; None without any.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: it is malformed.
+        KeyError, TypeError, ValueError, AttributeError: they are malformed.
     """
-    schemes: dict[str, str] = {}
-    for scheme, names in content["schemes"].items():
+    if content["compression"] not in MIXTURES and "chosen" not in content:
+        return None
+    chosen, schemes = content["chosen"], dict[str, str]()
+    for scheme, names in chosen["schemes"].items():
         if scheme not in SCHEMES and scheme not in BLOCKS:
             raise ValueError(f"{scheme!r} is not a compression")
         schemes.update(dict.fromkeys(map(text_of, names), scheme))
-    return BitAllocation(schemes, _size(content["max_disk"]), _size(content["memory"]))
+    return BitAllocation(schemes, _size(chosen["max_disk"]), _size(chosen["memory"]))
 
 
 def _size(value: object) -> int | None:
@@ -245,8 +248,7 @@ def _parse(content: dict[str, Any]) -> Manifest:
         raise ValueError(f"{compression!r} is not a compression")
     fingerprints = {shard: text_of(mark) for shard, mark in source["fingerprints"].items()}
     identity = SourceIdentity(text_of(source["kind"]), text_of(source["name"]), source["commit"], fingerprints)
-    layers = tuple(map(record_from_json, content["layers"]))
-    chosen = allocation_from_json(content["chosen"]) if compression in MIXTURES or "chosen" in content else None
+    layers, chosen = tuple(map(record_from_json, content["layers"])), allocation_in(content)
     checksums = {shard: int(text_of(crc), 16) for shard, crc in source.get("crc32", {}).items()}
     metadata = {
         shard: {key: text_of(text) for key, text in texts.items()}
@@ -259,10 +261,7 @@ def _parse(content: dict[str, Any]) -> Manifest:
 def record_as_json(record: LayerRecord) -> dict[str, Any]:
     """For `json.dumps`."""
     return {
-        "id": record.id,
-        "stem": record.stem,
-        "file": record.file,
-        "size": record.size,
+        **fields_of(record, "id", "stem", "file", "size"),
         "crc32": f"{record.crc32:08x}",
         **({} if record.blocks is None else {"blocks": b64encode(record.blocks).decode()}),
         "shards": list(record.shards),

@@ -13,7 +13,7 @@ import platform
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from importlib import metadata
@@ -461,13 +461,18 @@ def advise(machine: MachineInfo, needed: int) -> tuple[Advice, ...]:
         machine: results of the probes.
         needed: bytes of disk that the smallest model takes.
     """
-    items = [*_of_packages(machine), *_of_disks(machine, needed), *_of_memory(machine)]
-    items += [*_of_gpus(machine), *_of_processor(machine), *_of_hub(machine), *_of_rates(machine)]
+    memory, gpus, processor, hub = machine.memory, machine.gpus, machine.processor, machine.hub
+    items = [*_of_packages(machine.packages), *_of_disks(machine.folders, needed)]
+    items += _of_memory(memory) if memory is not None else ()
+    items += _of_gpus(gpus) if gpus is not None else ()
+    items += _of_processor(processor) if processor is not None and gpus is not None and not gpus.found else ()
+    items += _of_hub(hub, machine.host) if hub is not None else ()
+    items += _of_rates(machine.rates)
     return tuple(sorted(items, key=lambda advice: not advice.essential))
 
 
-def _of_packages(machine: MachineInfo) -> Iterator[Advice]:
-    for package in machine.packages:
+def _of_packages(packages: Iterable[Package]) -> Iterator[Advice]:
+    for package in packages:
         if package.name == "transformers" and package.sound and newer_than_tested():
             text = f"transformers {package.found} is newer than the tested versions ({' to '.join(TRANSFORMERS)})"
             checks = "The parts that RabbitLLM uses are checked here, unless --quick is given, and at the first load"
@@ -487,11 +492,11 @@ def _state_of(package: Package) -> str:
     return f"{package.name} {package.found} is not supported; expected {package.wanted}."
 
 
-def _of_disks(machine: MachineInfo, needed: int) -> Iterator[Advice]:
-    splits = next((folder for folder in machine.folders if SPLITS in folder.uses), None)
+def _of_disks(folders: Sequence[Folder], needed: int) -> Iterator[Advice]:
+    splits = next((folder for folder in folders if SPLITS in folder.uses), None)
     if splits is None:
         return
-    others = [folder for folder in machine.folders if folder is not splits and folder.writable and not folder.in_memory]
+    others = [folder for folder in folders if folder is not splits and folder.writable and not folder.in_memory]
     roomiest = max(others, key=lambda folder: folder.room, default=None)
     better = roomiest if roomiest is not None and roomiest.room >= max(needed, 2 * splits.room) else None
     command = f"export RABBITLLM_HOME={shlex.quote(str(better.path / 'rabbitllm'))}" if better is not None else None
@@ -512,10 +517,7 @@ def _of_disks(machine: MachineInfo, needed: int) -> Iterator[Advice]:
         yield Advice(False, f"{splits.path} has {size(splits.room)}{elsewhere}: {name} for large models.", command)
 
 
-def _of_memory(machine: MachineInfo) -> Iterator[Advice]:
-    memory = machine.memory
-    if memory is None:
-        return
+def _of_memory(memory: Memory) -> Iterator[Advice]:
     named = [(group.room, f"the control group {group.folder} allows {size(group.limit)}") for group in memory.groups]
     named += [(limit.room, f"{limit.name} allows {size(limit.limit)}") for limit in memory.limits]
     room, limit = min(named, default=(memory.free, ""))
@@ -527,10 +529,7 @@ def _of_memory(machine: MachineInfo) -> Iterator[Advice]:
         yield Advice(essential, f"{text}. End other programs, or raise the limit.")
 
 
-def _of_gpus(machine: MachineInfo) -> Iterator[Advice]:
-    gpus = machine.gpus
-    if gpus is None:
-        return
+def _of_gpus(gpus: Gpus) -> Iterator[Advice]:
     if gpus.driver and not gpus.found and gpus.torch is not None:
         text = f"NVIDIA's driver is installed, but torch {gpus.torch} can use no GPU: it may be built for the CPU, for"
         command = "pip install --upgrade --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126"
@@ -541,25 +540,19 @@ def _of_gpus(machine: MachineInfo) -> Iterator[Advice]:
             yield Advice(False, f"{text} (or by an earlier cell of this notebook).", "nvidia-smi")
 
 
-def _of_processor(machine: MachineInfo) -> Iterator[Advice]:
-    processor, gpus = machine.processor, machine.gpus
-    if processor is None or gpus is None or gpus.found:
-        return
+def _of_processor(processor: Processor) -> Iterator[Advice]:
     if processor.instructions.get("AVX2"):
         what = "tokens" if processor.instructions.get("AMX") else "prompts and tokens"
         by = "fast_bfloat16=True, as the commands do by default (--no-fast-bfloat16); the last bits differ"
         yield Advice(False, f"Uncompressed models compute {what} faster with {by}.")
 
 
-def _of_hub(machine: MachineInfo) -> Iterator[Advice]:
-    hub = machine.hub
-    if hub is None:
-        return
+def _of_hub(hub: Hub, host: Host | None) -> Iterator[Advice]:
     if hub.offline:
         text = "HF_HUB_OFFLINE is set: only models on this machine can be used"
         yield Advice(False, f"{text}.", "unset HF_HUB_OFFLINE")
     elif not hub.reachable:
-        kaggle = machine.host is not None and machine.host.name == "Kaggle"
+        kaggle = host is not None and host.name == "Kaggle"
         remedy = "Turn on Internet in the notebook's settings" if kaggle else "Check the connection and the proxy"
         text = f"The hub at {hub.endpoint} does not answer ({hub.problem}). {remedy}, or set HF_ENDPOINT to a mirror"
         yield Advice(False, f"{text}. Models on this machine can be used.")
@@ -567,8 +560,8 @@ def _of_hub(machine: MachineInfo) -> Iterator[Advice]:
         yield Advice(False, "No access token for the hub is set; gated models (Llama) need one.", "hf auth login")
 
 
-def _of_rates(machine: MachineInfo) -> Iterator[Advice]:
-    reading = [rate.bytes_per_second for rate in machine.rates if rate.what.startswith("reading")]
+def _of_rates(rates: Iterable[Speed]) -> Iterator[Advice]:
+    reading = [rate.bytes_per_second for rate in rates if rate.what.startswith("reading")]
     if reading and max(reading) < SLOW_DISK:
         text = f"The disk reads only {speed(max(reading))}, which limits models that do not fit in memory"
         yield Advice(False, f"{text}. Put splits on a local SSD (RABBITLLM_HOME), or use 4bit.")

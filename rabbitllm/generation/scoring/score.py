@@ -464,9 +464,8 @@ class MicroBatchRunner:
         embedding = placed.get(id(model.get_input_embeddings()))
         self._looks_up_alone = embedding is not None and embedding.tier in _WITHOUT_LOADING
         executors = model.streamer.executors
-        self._boundaries = (
-            {key: executors[unit.device].boundary for key, unit in placed.items()} if len(executors) > 1 else {}
-        )
+        at_boundaries = placed if len(executors) > 1 else {}
+        self._boundaries = {key: executors[unit.device].boundary for key, unit in at_boundaries.items()}
         self.coroutines = Coroutines(
             model, self._kind_of, self._compute, self._before_resuming, self._after_running, exact=exact
         )
