@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 
 from rabbitllm.base.options import BIG_LAYER_BYTES, ShardPolicy
@@ -233,6 +234,9 @@ def _begin(request: SplitRequest) -> SplitWork:
         plan = with_checksums(plan, request.checkpoint)
         work = replace(work, plan=plan)
     durable.make_folder(request.folder)
+    sizes = {layout.file_name: layout.size for layout in plan.layouts.values()}
+    sizes |= {shard.name: shard.size for shard in plan.shards if shard.staged and work.shard_transfer.files}
+    durable.require_size(request.folder, *max(sizes.items(), key=itemgetter(1)))
     try:
         small_files = _small_files(request.checkpoint)
         mark = request.folder / STAGING_NAME  # without a record it says that small files are copies of a killed run

@@ -640,6 +640,16 @@ def _remove_scratch(path: Path, descriptor: int | None, process: int) -> None:
             os.close(descriptor)
 
 
+def require_size(folder: Path, name: str, nbytes: int) -> None:
+    """Check that a file of so many bytes, which will have this name, can be in a folder.
+
+    Raises:
+        OSError: it cannot: files of FAT32 end at 4.29 GB, those of a process where `ulimit -f` says.
+    """
+    with tempfile.TemporaryFile(dir=folder) as file, _naming(folder / name):
+        os.ftruncate(file.fileno(), nbytes)
+
+
 @contextlib.contextmanager
 def nameless_file(folder: Path, blocks: Iterable[bytes]) -> Iterator[int]:
     """Yield the descriptor of an unnamed file on the disk of `folder`, which is deleted with it.
