@@ -113,9 +113,10 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 21, 1 << 21))
 split({str(model)!r}, sequential=True)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
-    named = re.escape(str(model / "splitted_model" / "lm_head.safetensors"))
-    assert re.search(rf"{named} cannot be used: File too large\.", run.stderr)
+    named = re.escape(str(model / "splitted_model" / ".staging" / "lm_head.safetensors"))
+    assert re.search(rf"{named}\.part cannot be used: File too large\.", run.stderr)
     assert contents(model) == before
+    assert not (model / "splitted_model").exists()
 
 
 def test_other_errors_are_not_translated() -> None:

@@ -236,7 +236,7 @@ def _begin(request: SplitRequest) -> SplitWork:
     durable.make_folder(request.folder)
     sizes = {layout.file_name: layout.size for layout in plan.layouts.values()}
     sizes |= {shard.name: shard.size for shard in plan.shards if shard.staged and work.shard_transfer.files}
-    durable.require_size(request.folder, *max(sizes.items(), key=itemgetter(1)))
+    largest, nbytes = max(sizes.items(), key=itemgetter(1), default=("", 0))
     try:
         small_files = _small_files(request.checkpoint)
         mark = request.folder / STAGING_NAME  # without a record it says that small files are copies of a killed run
@@ -245,13 +245,14 @@ def _begin(request: SplitRequest) -> SplitWork:
         stale = _refuse_files_of_others(request, plan, small_files)
         durable.make_folder(mark)
         copied = _write_small_files(request.folder, small_files)
-        if request.accept is not None:
-            try:
+        try:
+            durable.require_size(mark / (Path(largest).name + durable.PART_SUFFIX), nbytes)
+            if request.accept is not None:
                 request.accept(PlannedFiles(plan, request.folder))
-            except BaseException:
-                _remove_files(request.folder, copied)
-                durable.remove_empty_folder(mark)
-                raise
+        except BaseException:
+            _remove_files(request.folder, copied)
+            durable.remove_empty_folder(mark)
+            raise
         _warn_of_left_out(plan.shards, plan.source, request.options.shards, request.checkpoint)
         _require_no_record(request.folder)
         markers = [path.with_name(path.name + DONE_SUFFIX) for path in stale]

@@ -640,14 +640,17 @@ def _remove_scratch(path: Path, descriptor: int | None, process: int) -> None:
             os.close(descriptor)
 
 
-def require_size(folder: Path, name: str, nbytes: int) -> None:
-    """Check that a file of so many bytes, which will have this name, can be in a folder.
+def require_size(path: Path, nbytes: int) -> None:
+    """Check that a file of so many bytes can be in a folder: a scratch file at `path`, of holes, which is removed.
 
     Raises:
         OSError: it cannot: files of FAT32 end at 4.29 GB, those of a process where `ulimit -f` says.
     """
-    with tempfile.TemporaryFile(dir=folder) as file, _naming(folder / name):
-        os.ftruncate(file.fileno(), nbytes)
+    try:
+        with open_scratch(path) as descriptor, _naming(path):
+            os.ftruncate(descriptor, nbytes)
+    finally:
+        remove_scratch(path)
 
 
 @contextlib.contextmanager
