@@ -449,6 +449,7 @@ _REMEDIES = (
     ),
     (_numbers("ENOENT", "ELOOP", "ENAMETOOLONG", "EISDIR", "EINVAL"), "Check the path and the targets of its links."),
     (_numbers("ENOTDIR", "EEXIST"), _IN_THE_WAY),
+    (_numbers("EOPNOTSUPP"), "This file system lacks an operation that is needed: use a folder on another disk."),
     (_numbers("EFBIG"), "Use a disk without FAT32, which has no files above 4.29 GB, or raise `ulimit -f`."),
     (_numbers("EMFILE", "ENFILE"), "Raise the limit of open files (`ulimit -n`), or end other processes."),
 )

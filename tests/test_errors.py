@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import rabbitllm
 from rabbitllm.errors import (
@@ -24,8 +25,9 @@ from rabbitllm.errors import (
 )
 from rabbitllm.models.convert import convert
 from rabbitllm.storage import durable
-from tests.support.builders import build_checkpoint
+from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards
 from tests.support.fresh_process import python
+from tests.support.splitting import contents
 
 ENTRIES: dict[str, Callable[[Path, Path], Any]] = {
     "from_pretrained": lambda model, target: rabbitllm.AutoModel.from_pretrained(
@@ -67,7 +69,8 @@ def test_target_that_cannot_be_a_folder(model: Path, tmp_path: Path, entry: str,
 
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize(
-    "code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.EMFILE, errno.EFBIG]
+    "code",
+    [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.EMFILE, errno.EFBIG, errno.EOPNOTSUPP],
 )
 def test_failing_disk(model: Path, tmp_path: Path, entry: str, code: int) -> None:
     before = {path: path.read_bytes() for path in model.iterdir()}
@@ -98,15 +101,22 @@ def test_full_disk_names_the_folder_and_the_remedy(place: tuple[str, ...]) -> No
 
 
 @pytest.mark.skipif(os.name == "nt", reason="limits of POSIX")
-def test_a_limit_of_file_sizes_names_the_file(model: Path) -> None:
+def test_a_limit_of_file_sizes_is_noticed_before_a_shard_is_deleted(tmp_path: Path) -> None:
+    """The largest layer is that of the last shard."""
+    tensors = {**llama_tensors(), "lm_head.weight": torch.ones(16_000, 64)}
+    model = write_shards(tmp_path / "model", cut(tensors, 4))
+    before = contents(model)
     code = f"""
 import resource
 from tests.support.splitting import split
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-split({str(model)!r})
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 21, 1 << 21))
+split({str(model)!r}, sequential=True)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
-    assert re.search(rf"{re.escape(str(model / 'splitted_model'))}/.* cannot be used: File too large\.", run.stderr)
+    named = re.escape(str(model / "splitted_model" / ".staging" / "lm_head.safetensors"))
+    assert re.search(rf"{named}\.part cannot be used: File too large\.", run.stderr)
+    assert contents(model) == before
+    assert not (model / "splitted_model").exists()
 
 
 def test_other_errors_are_not_translated() -> None:

@@ -185,6 +185,7 @@ class LocalCheckpoint(Checkpoint):
             metadata = self._missing_from.metadata(shard) if self._missing_from is not None else None
             return metadata and dataclasses.replace(metadata, header=self.taken_from(shard, metadata.header))
         stat = file_stat(path)  # before the file is read
+        _refuse_unfinished(path)
         header = self._header(shard)
         split_header = self.taken_from(shard, header)
         return ShardMetadata(shard, stat.size, self._fingerprint(path, header), split_header, stat=stat)
@@ -299,6 +300,21 @@ class LocalCheckpoint(Checkpoint):
 
     def copied_sizes(self) -> Mapping[str, int]:
         return {name: path.stat().st_size for name, path in self.sidecars().items()}
+
+
+_RECORDS = (".aria2", ".st", ".lftp-pget-status")
+"""Suffixes of the records that aria2, axel and lftp keep of a download; its file has its name and its size before."""
+
+
+def _refuse_unfinished(path: Path) -> None:
+    """Refuse a shard that a program has not finished to download: it has zeros for what is still to come."""
+    for record in (path.with_name(path.name + suffix) for suffix in _RECORDS):
+        if record.exists():
+            raise CorruptShardError(
+                f"{path} is not downloaded as a whole: {record.name} records a download that has not finished.",
+                "Let the program that wrote it finish the download, and make the same call again. If the file is "
+                "whole, remove that record.",
+            )
 
 
 def entry_in(folder: Path) -> str:

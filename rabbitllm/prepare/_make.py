@@ -21,6 +21,7 @@ from rabbitllm.checkpoints.hub import (
     download_all,
     open_repository,
 )
+from rabbitllm.checkpoints.hub_cache import snapshot_of
 from rabbitllm.checkpoints.index import (
     WEIGHT_SUFFIXES,
     gguf_models,
@@ -73,6 +74,7 @@ from rabbitllm.splitter.split import (
 )
 from rabbitllm.storage import folder_lock
 from rabbitllm.storage.folder_lock import FolderKind, FolderLock
+from rabbitllm.storage.folders import folder_at
 from rabbitllm.store import locations
 from rabbitllm.store.layer_store import LayerStore
 from rabbitllm.store.manifest import (
@@ -208,7 +210,7 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
         store = LayerStore(source.split_folder)  # checks all sizes and headers before anything is deleted
         if accept is not None:
             accept(store)
-        _refuse_to_leave_others(checkpoint, options.shards)
+        _refuse_to_lose(checkpoint, source.split_folder, options.shards)
         discard_finished(checkpoint, manifest, metadata, source.split_folder, options.shards)
         return
     check_finished_source(manifest, metadata, checkpoint, source.split_folder, verify=options.verify_source)
@@ -337,7 +339,7 @@ def ensure_split(
         locks.enter_context(lock_source(source, options, by_executor=executor is not None))
         _refuse_to_quantize_again(source, options)
         checkpoint = _open_checkpoint(source, options, by_executor=executor is not None).with_dtype(options.gguf_dtype)
-        _refuse_to_leave_others(checkpoint, options.shards)
+        _refuse_to_lose(checkpoint, folder, options.shards)
         config = config_of(source.config_folder, checkpoint)
         request = SplitRequest(checkpoint, source.split_folder, config, options, naming, executor, accept)
         if isinstance(checkpoint, HubCheckpoint) and not options.shards.takes_one_at_a_time:
@@ -407,9 +409,18 @@ def _refuse_to_quantize_again(source: Source, options: SplitOptions) -> None:
         )
 
 
-def _refuse_to_leave_others(checkpoint: Checkpoint, policy: ShardPolicy) -> None:
-    """Refuse to delete shards where the same call would then take other weights for theirs."""
-    if policy.deletes_original and isinstance(checkpoint, LocalCheckpoint) and (other := checkpoint.left_behind()):
+def _refuse_to_lose(checkpoint: Checkpoint, folder: Path, policy: ShardPolicy) -> None:
+    """Refuse to delete shards where the split would not outlast a restart as they do, or the same call would then take
+    other weights for theirs."""
+    if not (policy.deletes_original and isinstance(checkpoint, LocalCheckpoint)):
+        return
+    is_lost = folder_at(folder).in_memory and not folder_at(checkpoint.folder).in_memory
+    if is_lost and checkpoint.deletable and snapshot_of(checkpoint.folder) is None:
+        raise OptionError(
+            f"{folder} is in memory: a restart would lose the weights of {checkpoint.label}. Nothing was deleted.",
+            "Use a folder on a disk (--dir, layer_shards_saving_path), or keep the original.",
+        )
+    if other := checkpoint.left_behind():
         text = f"{checkpoint.label} has {other}, too, which the same call would take for it then; nothing was deleted."
         raise OptionError(text, f"Move {other} into another folder, or keep the original.")
 

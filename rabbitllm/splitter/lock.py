@@ -16,6 +16,7 @@ remains, nor the directory if it was created for the lock and is empty.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import os
@@ -46,7 +47,8 @@ POLL_SECONDS = 0.1
 SILENT_SECONDS = 0.5
 """Waits shorter than this print no message; by then the holder has also written its note."""
 MAX_RESTARTS = 1000
-"""How often the folder may vanish before it is locked; beyond that there is another cause, and the error is raised."""
+"""How often the folder or the lock's file may vanish before it is locked; beyond that the error is raised, since there
+is another cause, such as a file system that tells another inode at each look."""
 
 # Why removing the lock file is safe, although a waiting process may have it open.
 #
@@ -161,10 +163,7 @@ def _wait_for(folder: Path, created: list[Path]) -> BaseFileLock | KeptLease:
         try:
             durable.make_folder(folder)
             lock = _try_lock(folder, partial(report, until_stale))
-        except _Unlinked:
-            restarts += 1
-            continue
-        except (FileNotFoundError, FileExistsError):  # mkdir raises the latter if the folder is removed at that moment
+        except (_Unlinked, FileNotFoundError, FileExistsError):  # the last by mkdir, if the folder is removed just then
             restarts += 1
             if restarts > MAX_RESTARTS:
                 raise
@@ -192,7 +191,7 @@ def _try_lock(folder: Path, waiting: Callable[[], None] | None = None) -> BaseFi
     return leases.take(folder / FOLDER_LEASE, waiting)
 
 
-class _Unlinked(Exception):
+class _Unlinked(OSError):
     """The locked file does not, or no longer, have the name."""
 
 
@@ -223,7 +222,7 @@ def _try_lock_file(path: Path, descriptor: int) -> BaseFileLock | None:
         raise
     if not _is_named(descriptor, path):
         lock.release()
-        raise _Unlinked
+        raise _Unlinked(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
     return lock
 
 

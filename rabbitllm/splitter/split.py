@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 
 from rabbitllm.base.options import BIG_LAYER_BYTES, ShardPolicy
@@ -228,6 +229,9 @@ def _begin(request: SplitRequest) -> SplitWork:
         plan = with_checksums(plan, request.checkpoint)
         work = replace(work, plan=plan)
     durable.make_folder(request.folder)
+    sizes = {layout.file_name: layout.size for layout in plan.layouts.values()}
+    sizes |= {shard.name: shard.size for shard in plan.shards if shard.staged and work.shard_transfer.files}
+    largest, nbytes = max(sizes.items(), key=itemgetter(1), default=("", 0))
     try:
         small_files = _small_files(request.checkpoint)
         mark = request.folder / STAGING_NAME  # without a record it says that small files are copies of a killed run
@@ -236,13 +240,14 @@ def _begin(request: SplitRequest) -> SplitWork:
         stale = _refuse_files_of_others(request, plan, small_files)
         durable.make_folder(mark)
         copied = _write_small_files(request.folder, small_files)
-        if request.accept is not None:
-            try:
+        try:
+            durable.require_size(mark / (Path(largest).name + durable.PART_SUFFIX), nbytes)
+            if request.accept is not None:
                 request.accept(PlannedFiles(plan, request.folder))
-            except BaseException:
-                _remove_files(request.folder, copied)
-                durable.remove_empty_folder(mark)
-                raise
+        except BaseException:
+            _remove_files(request.folder, copied)
+            durable.remove_empty_folder(mark)
+            raise
         _warn_of_left_out(plan.shards, plan.source, request.options.shards, request.checkpoint)
         _require_no_record(request.folder)
         markers = [path.with_name(path.name + DONE_SUFFIX) for path in stale]

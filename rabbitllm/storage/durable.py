@@ -640,6 +640,19 @@ def _remove_scratch(path: Path, descriptor: int | None, process: int) -> None:
             os.close(descriptor)
 
 
+def require_size(path: Path, nbytes: int) -> None:
+    """Check that a file of so many bytes can be in a folder: a scratch file at `path`, of holes, which is removed.
+
+    Raises:
+        OSError: it cannot: files of FAT32 end at 4.29 GB, those of a process where `ulimit -f` says.
+    """
+    try:
+        with open_scratch(path) as descriptor, _naming(path):
+            os.ftruncate(descriptor, nbytes)
+    finally:
+        remove_scratch(path)
+
+
 @contextlib.contextmanager
 def nameless_file(folder: Path, blocks: Iterable[bytes]) -> Iterator[int]:
     """Yield the descriptor of an unnamed file on the disk of `folder`, which is deleted with it.

@@ -29,7 +29,7 @@ from rabbitllm.errors import (
 from rabbitllm.formats.safetensors_file import read_header
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.builders import INDEX_NAME, SINGLE_NAME, cut, llama_tensors, write_shards
-from tests.support.splitting import contents, failing, names_in
+from tests.support.splitting import contents, failing, names_in, split
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
@@ -308,6 +308,21 @@ def test_damaged_shard_names_the_remedy(folder: Path, damage: str) -> None:
     assert ("it is truncated" if damage == "truncated" else "starts with b'x'") in refused.value.problem
     assert "Put an undamaged copy at that path" in refused.value.remedy
     assert "Delete nothing else: if a split was begun" in refused.value.remedy
+
+
+@pytest.mark.parametrize("suffix", [".aria2", ".st", ".lftp-pget-status"])
+def test_a_download_that_has_not_finished_is_refused(folder: Path, suffix: str) -> None:
+    """The shard has its size, its header, and zeros for the rest: it was split, and deleted."""
+    whole = (folder / SECOND).read_bytes()
+    (folder / SECOND).write_bytes(whole[: len(whole) // 2].ljust(len(whole), b"\0"))
+    (folder / f"{SECOND}{suffix}").write_bytes(b"\0" * 50)
+    before = contents(folder)
+    with pytest.raises(CorruptShardError, match=f"{SECOND}{suffix} records a download that has not finished"):
+        split(folder)
+    assert contents(folder) == before
+    (folder / SECOND).write_bytes(whole)
+    (folder / f"{SECOND}{suffix}").unlink()
+    split(folder)
 
 
 def test_damaged_single_file(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from rabbitllm.prepare import _finding
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME
 from rabbitllm.storage.durable import Step, observe_steps
+from rabbitllm.storage.folders import folder_at
 from rabbitllm.store.manifest import JOURNAL_NAME
 from tests.prepare.conftest import REPO
 from tests.support.builders import (
@@ -396,6 +397,31 @@ def test_other_weights_in_the_folder_do_not_stop_the_same_call(
     for folder in (torch_files, safetensors, single):
         shutil.copy(next(extra.glob("*.bin")), folder / "x.bin")
         twice(folder)
+
+
+IN_MEMORY = Path("/dev/shm")
+
+
+@pytest.mark.parametrize(("sequential", "delete_original"), DELETIONS)
+def test_shards_on_a_disk_are_not_deleted_for_a_split_in_memory(
+    model: Path, sequential: bool, delete_original: bool
+) -> None:
+    """A restart would lose both."""
+    if not IN_MEMORY.is_dir() or not folder_at(IN_MEMORY).in_memory or folder_at(model).in_memory:
+        pytest.skip("no disk, or no folder in memory")
+    before = contents(model)
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
+        for finished in (False, True):
+            if finished:
+                split(model, Path(folder), sequential=False)
+            if finished and not delete_original:
+                continue
+            with pytest.raises(OptionError, match=r"is in memory: a restart would lose .* Nothing was deleted"):
+                split(model, Path(folder), sequential=sequential, delete_original=delete_original)
+            assert contents(model) == before
+        copy = shutil.copytree(model, Path(folder) / "copy")
+        split(copy, Path(folder) / "split", sequential=sequential, delete_original=delete_original)
+        assert not names_in(copy, "*.safetensors")
 
 
 @pytest.mark.parametrize(("sequential", "delete_original"), DELETIONS)

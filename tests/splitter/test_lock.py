@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import functools
+import itertools
 import json
 import logging
 import math
@@ -391,6 +392,18 @@ def test_lock_on_an_unlinked_file_does_not_count(folder: Path, monkeypatch: pyte
         with pytest.raises(InUseError), locked_without_waiting(folder):
             pass
     assert names_in(folder) == ["split.journal"]
+
+
+def test_a_file_system_that_tells_another_inode_at_each_look(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can never be known whether the locked file has the name: the wait for that had no end."""
+    numbers = itertools.count(1)
+    status = os.fstat
+    monkeypatch.setattr(
+        os, "fstat", lambda descriptor: os.stat_result((*(now := status(descriptor))[:1], next(numbers), *now[2:]))
+    )
+    with pytest.raises(OSError, match=os.strerror(errno.ESTALE)) as caught, locked(folder):
+        pass
+    assert caught.value.filename == str(folder / LOCK_NAME)
 
 
 def test_lock_file_of_another_process_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
