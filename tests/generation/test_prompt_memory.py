@@ -116,6 +116,27 @@ def test_a_prompt_without_memory_comes_in_chunks(
         monkeypatch.undo()
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+def test_a_chat_goes_on_in_chunks(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(split(build_checkpoint(tmp_path, family, max_position_embeddings=512)), ALL, exact=False)
+    ids = ids_of(model, 1, 250)
+    keep_prompts_within_memory(model)
+
+    def second_turn(patch: pytest.MonkeyPatch | None = None) -> tuple[torch.Tensor, list[int]]:
+        first = model.generate(ids[:, :90], return_dict_in_generate=True, **GREEDY)
+        prompt, cache = torch.cat([first.sequences, ids[:, 90:]], 1), first[kv_cache.CACHE_ARGUMENT]
+        if patch is not None:
+            end = prompt.shape[1]
+            leave(patch, model, needed(patch, model, 1, 70, end - 70, cache.get_seq_length(), end))
+        return lengths_of(model, prompt, **{kv_cache.CACHE_ARGUMENT: cache})
+
+    expected, lengths = second_turn()
+    assert lengths == [161, 1, 1, 1]
+    answer, lengths = second_turn(monkeypatch)
+    assert lengths == [70, 70, 21, 1, 1, 1]
+    assert torch.equal(answer, expected)
+
+
 def test_a_prompt_that_cannot_fit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
