@@ -75,6 +75,8 @@ TIGHT = 3
 """Holes between long-lived blocks take up to this many times the memory of a part."""
 COMPILED_BYTES = 64 << 20
 """What torch compiles in a prompt of new length and keeps, for products of experts: 1 MB for each number of rows."""
+COMPILED_SCORES = 3 << 19
+"""The same for `eager` attention to each other number of tokens: 0.6 MB for scores, and 0.7 for what they weigh."""
 CERTAIN = 4
 """1 / `CERTAIN` of the estimate is taken by each processor."""
 _SPARE = 5, 4
@@ -382,8 +384,9 @@ class PromptMemory:
         if model.has_few_rows:
             results = (picked_by(config) or 0) * self._itemsize * config.hidden_size
             cost = replace(cost, experts=results * _SPARE[0] // _SPARE[1])
-        is_compiled = cost.experts and self._itemsize < 4 and bfloat_products.torch_has_instructions()
-        self._compiled = COMPILED_BYTES if is_compiled else 0
+        compiles = self._itemsize < 4 and bfloat_products.torch_has_instructions()
+        self._compiled = COMPILED_BYTES if compiles and cost.experts else 0
+        self._compiled_each = COMPILED_SCORES if compiles and cost.pair else 0
         self._layers = cache_layers(model)
         if self._layers:
             each, kept = kv_cost.every_token // len(self._layers), [*filter(grows, self._layers)]
@@ -400,13 +403,13 @@ class PromptMemory:
         self._left -= 1
         if tokens == self._tokens and tokens < MIN_MAX_TOKENS and self._left >= 0:
             return
-        if max(self._tokens, tokens) > 0 and (trim := trimming()) is not None:
-            trim()  # holes that a large pass left
         self._tokens, self._left = tokens, CHECKED_PASSES
-        missing, cost = self._missing(batch, length, past, past, past + length + CHECKED_PASSES)
+        sizes = batch, length, past, past, past + length + CHECKED_PASSES
+        missing, cost = self._missing(*sizes)
+        if missing > (1 - TIGHT) * cost and keep_large_apart() and (trim := trimming()) is not None:
+            trim()  # holes that a large pass left
+            missing, cost = self._missing(*sizes)
         self._require(batch, length, missing, cost)
-        if missing > (1 - TIGHT) * cost:
-            keep_large_apart()
         for pool in self._model.streamer.pools.values():
             pool.lend(missing)
 
@@ -423,8 +426,12 @@ class PromptMemory:
             return None
         each = self._cost.token_of(end, is_masked=True) + sum(each for _, each in self._kv_cost.windows)
         free = given - self._missing(batch, 0, end, past, end)[0]
-        chunk = max(free // (batch * each), CHECKED_TOKENS // batch, MIN_TOKENS)
-        self._require(batch, length, *self._missing(batch, chunk, end - chunk, past, end))
+        each, compiled = batch * each, length * self._compiled_each  # in chunks of 1
+        best = math.sqrt(compiled / each)  # takes least
+        fitting = (free + math.sqrt(max(free * free - 4 * each * compiled, 0))) / (2 * each)
+        chunk = int(max(fitting, best, CHECKED_TOKENS // batch, MIN_TOKENS))
+        missing, cost = self._missing(batch, chunk, end - chunk, past, end)
+        self._require(batch, length, missing + compiled // chunk, cost)
         return chunk
 
     def _has_chunks(self, batch: int, total: int, cache: Any, options: Mapping[str, Any]) -> bool:
