@@ -146,7 +146,8 @@ class ExpertCache:
         for module, state in enumerate(self.modules):
             worth = np.where(state.owner >= 0, state.worth[state.owner], -1.0)
             worth[state.lent - state.begin] = -2.0  # they remain lent first
-            lent = np.argsort(worth, kind="stable")[: -(-count * len(state.owner) // max(self.slots, 1))] + state.begin
+            before, after = (count * slot // max(self.slots, 1) for slot in (state.begin, state.begin + len(worth)))
+            lent = np.argsort(worth, kind="stable")[: after - before] + state.begin
             taken += np.setdiff1d(lent, state.lent).tolist()
             state.lent = lent
             for slot in lent:

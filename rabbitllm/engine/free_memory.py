@@ -85,6 +85,11 @@ def reclaimable_bytes() -> int:
     return min((group.mapped for group in group_limits()), default=0) // 2
 
 
+def last_bytes() -> int:
+    """All of these, and swap: once they are taken, too, the system ends a process. Systems other than Linux do not."""
+    return 2 * reclaimable_bytes() + swap_bytes() if sys.platform == "linux" else sys.maxsize
+
+
 def process_limits(root: Path = Path("/")) -> list[ProcessLimit]:
     """RLIMIT_AS and RLIMIT_DATA of this process, if they are set (Linux, getrlimit(2)).
 

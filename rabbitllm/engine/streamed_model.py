@@ -252,9 +252,6 @@ class StreamedModel(_TransformersModel):
             with self.streamer.memory_explained():
                 return self._finite(self._pass(*args, **kwargs))
         with self.streamer.passing(), torch.no_grad():
-            if self.pass_memory is not None and not self.streamer.is_drafting:
-                pass_input, _ = pass_input_of(args, kwargs)
-                self.pass_memory.make_room(pass_input.batch, pass_input.length, pass_input.past or 0)
             output = self._finite(self._pass(*args, **kwargs))
         return untrainable(output, (*args, *kwargs.values()), training=self.training)
 
@@ -284,9 +281,14 @@ class StreamedModel(_TransformersModel):
             yield
 
     def _pass(self, *args: Any, **kwargs: Any) -> Any:
-        if self.streamer.is_drafting or (not self.profiler.enabled and self.pass_line is None):
+        is_seen = self.profiler.enabled or self.pass_line is not None
+        if self.streamer.is_drafting or not (is_seen or self.pass_memory):
             return super().__call__(*args, **kwargs)
         pass_input, kv_cache = pass_input_of(args, kwargs)
+        if self.pass_memory is not None:
+            self.pass_memory.make_room(pass_input.batch, pass_input.length, pass_input.past or 0)
+        if not is_seen:
+            return super().__call__(*args, **kwargs)
         shown = contextlib.nullcontext() if self.pass_line is None else self.pass_line.over(pass_input, kv_cache)
         with shown, self.profiler.forward(pass_input, kv_cache):
             return super().__call__(*args, **kwargs)

@@ -186,7 +186,7 @@ def cost_by_config(config: PretrainedConfig, dtype: torch.dtype) -> CacheCost:
     """
     layers = layer_configs(config)
     if not any(getattr(layer, "num_attention_heads", None) for layer in layers):
-        return CacheCost(0, config.num_hidden_layers, fixed=config.num_hidden_layers * _state_bytes(config))
+        return CacheCost(0, config.num_hidden_layers, fixed=config.num_hidden_layers * state_bytes(config))
     values = sum(map(_values_of_a_token, layers)) * (config.num_hidden_layers // len(layers))
     return CacheCost(values * dtype.itemsize, config.num_hidden_layers)
 
@@ -202,11 +202,13 @@ def _values_of_a_token(config: PretrainedConfig) -> int:
     return int(both)
 
 
-def _state_bytes(config: PretrainedConfig) -> int:
-    """At least the bytes of a layer's state, in float32, in Mamba, xLSTM and RWKV."""
-    wide = getattr(config, "intermediate_size", None) or 2 * config.hidden_size
-    deep = getattr(config, "state_size", None) or getattr(config, "qk_head_dim", None) or 0
-    return int(4 * wide * (deep + STATE_TOKENS))
+def state_bytes(config: PretrainedConfig) -> int:
+    """At least the bytes of a layer's state, in float32, in Mamba, xLSTM, RWKV and linear attention."""
+    heads = getattr(config, "linear_num_value_heads", None)
+    wide = heads * config.linear_value_head_dim if heads else getattr(config, "intermediate_size", None)
+    names = "linear_key_head_dim", "state_size", "qk_head_dim"
+    deep = next((size for name in names if (size := getattr(config, name, None))), 0)
+    return int(4 * (wide or 2 * config.hidden_size) * (deep + STATE_TOKENS))
 
 
 def cost_by_cache(cache: Cache) -> CacheCost | None:

@@ -22,18 +22,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from transformers import DynamicCache, DynamicLayer
+from transformers import DynamicCache
 
 from rabbitllm.base.options import RunOptions
 from rabbitllm.base.terminal import size
 from rabbitllm.checkpoints.config import picked_by
 from rabbitllm.engine import kv_room
 from rabbitllm.engine.devices import CpuDevice, default_budget, resolve_devices
-from rabbitllm.engine.free_memory import keep_large_apart, reclaimable_bytes, trimming
-from rabbitllm.engine.kv_room import GrowingCache, angles_change_after, keeps_every_token
+from rabbitllm.engine.free_memory import available_ram, keep_large_apart, last_bytes, reclaimable_bytes, trimming
+from rabbitllm.engine.kv_room import GrowingCache, angles_change_after, has_states
 from rabbitllm.engine.pass_line import pass_input_of
 from rabbitllm.engine.transformers_api import attention_of
-from rabbitllm.errors import OptionError
+from rabbitllm.errors import NotEnoughMemoryError, OptionError
 from rabbitllm.generation._cache_file import TAIL_TOKENS
 from rabbitllm.generation._sequence import SequenceLength
 from rabbitllm.generation.kv_cache import (
@@ -42,8 +42,10 @@ from rabbitllm.generation.kv_cache import (
     cache_layers,
     cost_by_cache,
     cost_by_config,
+    grows,
     keeps,
     layer_configs,
+    state_bytes,
 )
 from rabbitllm.quant import bfloat_products
 from rabbitllm.quant.products import CHUNK_ELEMENTS
@@ -72,7 +74,11 @@ MASK_BYTES = 5
 TIGHT = 3
 """Holes between long-lived blocks take up to this many times the memory of a part."""
 COMPILED_BYTES = 64 << 20
-"""What torch compiles in the first prompt and keeps, for products of experts: some 1 MB for each number of rows."""
+"""What torch compiles in a prompt of new length and keeps, for products of experts: 1 MB for each number of rows."""
+COMPILED_SCORES = 3 << 19
+"""The same for `eager` attention to each other number of tokens: 0.6 MB for scores, and 0.7 for what they weigh."""
+CERTAIN = 4
+"""1 / `CERTAIN` of the estimate is taken by each processor."""
 _SPARE = 5, 4
 """Ratio by which the estimate is multiplied: allocators round up, and the interpreter keeps recent objects alive."""
 
@@ -363,7 +369,8 @@ class PromptMemory:
     """Keeps the passes of `generate` on a CPU within memory; those of a batch are chosen by `CacheMemory`.
 
     A pass takes the memory of the least used experts if it needs more than is free: these are read again later, each
-    once. If that is not enough, a prompt is computed in chunks, each of which reads all that is streamed.
+    once. If that is not enough, a prompt is computed in chunks, each of which reads all that is streamed. What does not
+    fit then, when the system has taken back all that it can, would end the process: it is an error before.
 
     Args:
         model: a model that generates, on the CPU alone.
@@ -377,12 +384,18 @@ class PromptMemory:
         if model.has_few_rows:
             results = (picked_by(config) or 0) * self._itemsize * config.hidden_size
             cost = replace(cost, experts=results * _SPARE[0] // _SPARE[1])
-        is_compiled = cost.experts and self._itemsize < 4 and bfloat_products.torch_has_instructions()
-        self._uncompiled = COMPILED_BYTES if is_compiled else 0
-        kept = [isinstance(layer, DynamicLayer) for layer in cache_layers(model)]  # others have a state
-        each = kv_cost.every_token * kept.count(True) // max(len(kept), 1) if kept else kv_cost.every_token
-        self._cost, self._kv_cost = cost, replace(kv_cost, every_token=each)
-        self._tokens, self._left = -1, 0
+        compiles = self._itemsize < 4 and bfloat_products.torch_has_instructions()
+        self._compiled = COMPILED_BYTES if compiles and cost.experts else 0
+        self._compiled_each = COMPILED_SCORES if compiles and cost.pair else 0
+        self._layers = cache_layers(model)
+        if self._layers:
+            each, kept = kv_cost.every_token // len(self._layers), [*filter(grows, self._layers)]
+            sizes = (getattr(layer, "sliding_window", None) for layer in self._layers)
+            windows = tuple((size, each) for size in sizes if isinstance(size, int))
+            states = sum(map(has_states, self._layers)) * state_bytes(config)
+            kv_cost = CacheCost(each * len(kept), max(len(kept), 1), windows, states)
+        self._cost, self._kv_cost = cost, kv_cost
+        self._tokens, self._left, self._is_warned = -1, 0, False
 
     def make_room(self, batch: int, length: int, past: int) -> None:
         """See `engine.streamed_model.PassMemory`."""
@@ -390,14 +403,13 @@ class PromptMemory:
         self._left -= 1
         if tokens == self._tokens and tokens < MIN_MAX_TOKENS and self._left >= 0:
             return
-        if max(self._tokens, tokens) > 0 and (trim := trimming()) is not None:
-            trim()  # holes that a large pass left
         self._tokens, self._left = tokens, CHECKED_PASSES
-        cost = self._cost.whole(batch, length, past)
-        missing = self._missing_bytes(cost + self._kv_bytes(batch, past + length + CHECKED_PASSES, past))
-        self._uncompiled = 0 if tokens else self._uncompiled
-        if missing > (1 - TIGHT) * cost:
-            keep_large_apart()
+        sizes = batch, length, past, past, past + length + CHECKED_PASSES
+        missing, cost = self._missing(*sizes)
+        if missing > (1 - TIGHT) * cost and keep_large_apart() and (trim := trimming()) is not None:
+            trim()  # holes that a large pass left
+            missing, cost = self._missing(*sizes)
+        self._require(batch, length, missing, cost)
         for pool in self._model.streamer.pools.values():
             pool.lend(missing)
 
@@ -405,40 +417,78 @@ class PromptMemory:
         """See `engine.streamed_model.PassMemory`."""
         (batch, total), cache = tokens.shape, options.get(CACHE_ARGUMENT)
         past = pass_input_of((tokens,), options)[0].past or 0
-        length = total - past if total > past else total
-        if batch * length < CHECKED_TOKENS:
+        length, self._is_warned = total - past if total > past else total, False
+        if batch * length < CHECKED_TOKENS or not self._has_chunks(batch, past + length, cache, options):
             return None
-        given = reclaimable_bytes() + sum(pool.kept for pool in self._model.placement.pools)
-        kept = self._kv_bytes(batch, past + length, past) - given
-        if (missing := self._missing_bytes(self._cost.whole(batch, length, past) + kept)) <= 0:
+        given = reclaimable_bytes() + self._lendable
+        end = past + length
+        if self._missing(batch, length, past, past, end)[0] <= given:
             return None
-        if not self._has_chunks(past + length, cache, options):
-            logger.warning(
-                "The prompt may need %s more than is free, and cannot be computed in chunks. "
-                "Lower max_memory, or use a shorter prompt or fewer sequences.",
-                size(missing),
-            )
-            return None
-        kept += batch * repeated_bytes(self._config, self._itemsize, past + length)
-        free = -self._missing_bytes(self._cost.whole(batch, 0, 0) + kept)
-        fitting = free // (batch * self._cost.token_of(past + length, is_masked=True))
-        return max(fitting, CHECKED_TOKENS // batch, MIN_TOKENS)
+        each = self._cost.token_of(end, is_masked=True) + sum(each for _, each in self._kv_cost.windows)
+        free = given - self._missing(batch, 0, end, past, end)[0]
+        each, compiled = batch * each, length * self._compiled_each  # in chunks of 1
+        best = math.sqrt(compiled / each)  # takes least
+        fitting = (free + math.sqrt(max(free * free - 4 * each * compiled, 0))) / (2 * each)
+        chunk = int(max(fitting, best, CHECKED_TOKENS // batch, MIN_TOKENS))
+        missing, cost = self._missing(batch, chunk, end - chunk, past, end)
+        self._require(batch, length, missing + compiled // chunk, cost)
+        return chunk
 
-    def _has_chunks(self, total: int, cache: Any, options: Mapping[str, Any]) -> bool:
+    def _has_chunks(self, batch: int, total: int, cache: Any, options: Mapping[str, Any]) -> bool:
         """Whether the tokens of a prompt, of `total` with those in its cache, may come in chunks."""
         mask, known = options.get("attention_mask"), {"attention_mask", "position_ids", "use_cache", CACHE_ARGUMENT}
         others = {name for name, value in options.items() if value is not None} - known - {"logits_to_keep"}
         is_plain = type(cache) in (DynamicCache, GrowingCache) and not others and (mask is None or mask.dim() == 2)
         is_same = is_plain and total <= angles_change_after(self._config) and not self._model._internals.options.exact
-        return is_same and keeps(self._model) and all(map(keeps_every_token, cache_layers(self._model)))
+        return is_same and keeps(self._model) and (batch == 1 or not any(map(has_states, self._layers)))
 
-    def _kv_bytes(self, batch: int, tokens: int, past: int) -> int:
-        return batch * (self._kv_cost.bytes_for(tokens) - (self._kv_cost.bytes_for(past) if past else 0))
+    def _require(self, batch: int, length: int, missing: int, cost: int) -> None:
+        """Warn of a pass that may not fit in memory; refuse one that takes more in any case.
+
+        Args:
+            batch, length: sequences, and tokens of each.
+            missing: bytes that the pass may need more than are free.
+            cost: those of its activations: on processors that multiply 16 bits a quarter may do.
+
+        Raises:
+            NotEnoughMemoryError: the system would end the process.
+        """
+        free, missing = available_ram(), missing - self._lendable
+        certain = missing - cost * (CERTAIN - 1) // CERTAIN
+        if certain > last_bytes():
+            raise NotEnoughMemoryError(
+                f"{batch * length} tokens and their KV cache need at least {size(certain + free)} of memory; "
+                f"{size(free + last_bytes())} can be had.",
+                "Use a shorter prompt, fewer sequences, a stronger compression or a smaller max_memory, or raise the "
+                "limit (container, `ulimit -v`).",
+            )
+        if missing > reclaimable_bytes() and not self._is_warned:
+            logger.warning(
+                "A prompt may need %s more than is free; the system may end the process. "
+                "Lower max_memory, or use a shorter prompt or fewer sequences.",
+                size(missing),
+            )
+            self._is_warned = True
+
+    @property
+    def _lendable(self) -> int:
+        """Bytes of the slots of experts."""
+        return sum(pool.kept for pool in self._model.placement.pools)
+
+    def _missing(self, batch: int, length: int, past: int, begin: int, end: int) -> tuple[int, int]:
+        """Bytes that a pass of `batch` sequences of `length` tokens each, after `past` ones, may need more than are
+        free, with the KV cache of tokens from `begin` to `end`; and those of its activations."""
+        windows = tuple((window + length, each) for window, each in self._kv_cost.windows)  # parts of a pass's tensors
+        kept = replace(self._kv_cost, windows=windows).bytes_for(end) - (self._kv_cost.bytes_for(begin) if begin else 0)
+        cost = self._cost.whole(batch, length, past) + self._compiled
+        if past:
+            cost += batch * repeated_bytes(self._config, self._itemsize, past + length)
+        return self._missing_bytes(batch * kept + cost), cost
 
     def _missing_bytes(self, nbytes: int) -> int:
         device = self._executor.device
         assert isinstance(device, CpuDevice)
-        return device.missing_bytes(nbytes + self._executor.scratch + self._uncompiled)
+        return device.missing_bytes(nbytes + self._executor.scratch)
 
 
 def keep_prompts_within_memory(model: Any) -> None:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
 
+from benchmarks.lib.process import can_limit_memory, control_group
 from rabbitllm.engine import _routed, devices
+from rabbitllm.engine._expert_pool import ExpertCache
 from rabbitllm.engine.free_memory import available_ram, untouched_bytes
 from rabbitllm.engine.prefetch import bytes_of
+from rabbitllm.errors import NotEnoughMemoryError
+from rabbitllm.generation import kv_cache, memory
 from rabbitllm.generation.memory import keep_prompts_within_memory
 from rabbitllm.telemetry.passes import PassInput
 from tests.support.builders import build_checkpoint
@@ -38,6 +48,20 @@ def lengths_of(model: Any, ids: torch.Tensor, **options: Any) -> tuple[torch.Ten
     return answer, lengths
 
 
+def leave(monkeypatch: pytest.MonkeyPatch, model: Any, nbytes: int) -> None:
+    """Let so many bytes be free, and no more be had."""
+    monkeypatch.setattr(model.streamer.executors["cpu"].device, "missing_bytes", lambda needed: needed - nbytes)
+    for name in ("reclaimable_bytes", "last_bytes", "available_ram"):
+        monkeypatch.setattr(memory, name, lambda: 0)
+
+
+def needed(monkeypatch: pytest.MonkeyPatch, model: Any, *sizes: int) -> int:
+    """Bytes of a pass: see `PromptMemory._missing`."""
+    with monkeypatch.context() as patch:
+        leave(patch, model, 0)
+        return int(model.pass_memory._missing(*sizes)[0])
+
+
 @pytest.fixture
 def mixture(tmp_path: Path) -> Path:
     return split(build_checkpoint(tmp_path, "qwen3_moe", **MANY), "4bit")
@@ -50,17 +74,14 @@ def test_experts_give_their_memory_to_a_prompt(mixture: Path, monkeypatch: pytes
     expected = model.generate(ids, **GREEDY)
     model.generate(ids, **GREEDY)
     keep_prompts_within_memory(model)
-    memory = model.pass_memory
     (pool,) = model.streamer.pools.values()
     given = sum(len(slot.memory) for slot in pool._slots[: pool.cache.slots // 2])
-    device = model.streamer.executors["cpu"].device
 
     def returned() -> int:
         return sum(untouched_bytes(bytes_of(slot.memory)) for slot in pool._slots)
 
     before, begun = returned(), list[int]()
-    free = memory._cost.whole(2, 100, 0) + memory._kv_bytes(2, 164, 0) + memory._uncompiled - given
-    monkeypatch.setattr(device, "missing_bytes", lambda nbytes: nbytes - free)
+    leave(monkeypatch, model, needed(monkeypatch, model, 2, 100, 0, 0, 164) - given)
     hook = model.get_submodule("model.layers.0").register_forward_hook(lambda *args: begun.append(returned()))
     assert torch.equal(model.generate(ids, **GREEDY), expected)
     hook.remove()
@@ -73,26 +94,76 @@ def test_experts_give_their_memory_to_a_prompt(mixture: Path, monkeypatch: pytes
     assert not any(len(state.lent) for state in pool.cache.modules)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_a_prompt_without_memory_comes_in_chunks(tmp_path: Path, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load(split(build_checkpoint(tmp_path, "llama", max_position_embeddings=512)), ALL, exact=False)
+@pytest.mark.parametrize(
+    ("family", "batch"), [("llama", 1), ("llama", 3), ("gemma3", 1), ("gemma3", 2), ("qwen3_next", 1)]
+)
+def test_a_prompt_without_memory_comes_in_chunks(
+    tmp_path: Path, family: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows and states, too, as far as they go on; in chunks that are as large as memory allows."""
+    model = load(split(build_checkpoint(tmp_path, family, max_position_embeddings=512)), ALL, exact=False)
     ids = ids_of(model, batch, 150)
     keep_prompts_within_memory(model)
     whole, lengths = lengths_of(model, ids)
     assert lengths == [150, 1, 1, 1]
-    monkeypatch.setattr(devices, "available_ram", lambda: 0)
-    chunk = max(64 // batch, 16)
-    expected = model.generate(ids, prefill_chunk_size=chunk, **GREEDY)
-    answer, lengths = lengths_of(model, ids)
-    assert lengths == [*[chunk] * (150 // chunk), 150 % chunk, 1, 1, 1]
+    for chunk in (max(64 // batch, 16), 70):
+        leave(monkeypatch, model, needed(monkeypatch, model, batch, chunk, 150 - chunk, 0, 150))
+        expected = model.generate(ids, prefill_chunk_size=chunk, **GREEDY)
+        answer, lengths = lengths_of(model, ids)
+        assert lengths == [*[chunk] * (150 // chunk), 150 % chunk, 1, 1, 1]
+        assert torch.equal(answer, expected)
+        assert torch.equal(answer, whole)
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+def test_a_chat_goes_on_in_chunks(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(split(build_checkpoint(tmp_path, family, max_position_embeddings=512)), ALL, exact=False)
+    ids = ids_of(model, 1, 250)
+    keep_prompts_within_memory(model)
+
+    def second_turn(patch: pytest.MonkeyPatch | None = None) -> tuple[torch.Tensor, list[int]]:
+        first = model.generate(ids[:, :90], return_dict_in_generate=True, **GREEDY)
+        prompt, cache = torch.cat([first.sequences, ids[:, 90:]], 1), first[kv_cache.CACHE_ARGUMENT]
+        if patch is not None:
+            end = prompt.shape[1]
+            leave(patch, model, needed(patch, model, 1, 70, end - 70, cache.get_seq_length(), end))
+        return lengths_of(model, prompt, **{kv_cache.CACHE_ARGUMENT: cache})
+
+    expected, lengths = second_turn()
+    assert lengths == [161, 1, 1, 1]
+    answer, lengths = second_turn(monkeypatch)
+    assert lengths == [70, 70, 21, 1, 1, 1]
     assert torch.equal(answer, expected)
-    assert whole.shape == answer.shape
+
+
+def test_a_prompt_that_cannot_fit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also in chunks of the caller, and without chunks; what may fit is tried, with a warning."""
+    model = load(split(build_checkpoint(tmp_path, "llama", max_position_embeddings=512)), ALL, exact=False)
+    keep_prompts_within_memory(model)
+    ids = ids_of(model, 1, 150)
+    expected = model.generate(ids, **GREEDY)
+    least = needed(monkeypatch, model, 1, 64, 86, 0, 150)
+    leave(monkeypatch, model, least // 5)
+    with pytest.raises(NotEnoughMemoryError, match="150 tokens and their KV cache need at least"):
+        model.generate(ids, **GREEDY)
+    with pytest.raises(NotEnoughMemoryError, match="100 tokens and their KV cache need at least"):
+        model.generate(ids, prefill_chunk_size=100, **GREEDY)
+    with pytest.raises(NotEnoughMemoryError, match="150 tokens and their KV cache need at least"):
+        model(ids)
+    monkeypatch.undo()
+    assert not caplog.text
+    leave(monkeypatch, model, least * 9 // 10)
+    assert torch.equal(model.generate(ids, **GREEDY), expected)
+    assert caplog.text.count("the system may end the process") == 1
 
 
 def test_a_short_prompt_costs_no_look_at_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = load(split(build_checkpoint(tmp_path, "gemma3")), ALL)
     keep_prompts_within_memory(model)
-    model.pass_memory._missing_bytes = None  # not called
+    model.pass_memory._missing = None  # not called
     assert model.pass_memory.chunk(ids_of(model, 3, 21), {}) is None
     assert not caplog.text
 
@@ -106,17 +177,92 @@ def test_a_shared_pass_takes_lent_slots_back(mixture: Path) -> None:
         assert not any(len(state.lent) for state in pool.cache.modules)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_next", "mamba2", "llama"])
-def test_prompts_that_chunks_change_stay_whole(
-    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("family", "batch"), [("qwen3_next", 2), ("mamba2", 1), ("llama", 1)])
+def test_prompts_that_chunks_may_change_stay_whole(
+    tmp_path: Path, family: str, batch: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Windows and states, and here Llama, since it computes exactly."""
+    """States of several sequences, or that do not go on, and here Llama, since it computes exactly."""
     model = load(split(build_checkpoint(tmp_path, family)), ALL, exact=family == "llama")
     keep_prompts_within_memory(model)
-    monkeypatch.setattr(devices, "available_ram", lambda: 0)
-    _, lengths = lengths_of(model, ids_of(model, 1, 100))
+    leave(monkeypatch, model, needed(monkeypatch, model, batch, 100, 0, 0, 100) * 9 // 10)
+    _, lengths = lengths_of(model, ids_of(model, batch, 100))
     assert lengths == [100, 1, 1, 1]
-    assert "cannot be computed in chunks" in caplog.text
+    assert "the system may end the process" in caplog.text
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 19, 20])
+def test_as_many_slots_are_lent_as_are_asked_for(count: int) -> None:
+    """Also if that is fewer than one of each module; those that were used least."""
+    cache = ExpertCache([8, 4, 8, 8], 20)
+    for module, state in enumerate(cache.modules):
+        for expert in range(len(state.owner)):
+            cache.use(module, np.array([expert]), np.array([1 + expert]), 1)
+            cache.admit(module, np.array([expert]), np.empty(0, np.int64))
+    taken = cache.lend(count)
+    assert len(taken) == count == 20 - cache.occupied
+    for state in cache.modules:
+        worth = state.worth
+        kept = [worth[expert] for expert in state.owner if expert >= 0]
+        assert all(
+            worth[expert] <= min(kept, default=1e9) for expert in range(len(state.owner)) if state.slot[expert] < 0
+        )
+    assert cache.lend(count) == []
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+def test_the_kv_cache_of_a_prompt_is_estimated(tmp_path: Path, family: str) -> None:
+    """Of windows and states, too; never less, and not much more."""
+    model = load(split(build_checkpoint(tmp_path, family)), ALL, exact=False)
+    keep_prompts_within_memory(model)
+    ids = ids_of(model, 1, 200)
+    cache = DynamicCache(config=model.config.get_text_config())
+    model(ids, **{kv_cache.cache_argument(model): cache})
+    cost = model.pass_memory._kv_cost
+    windows = tuple((window + 200, each) for window, each in cost.windows)
+    held = kv_cache.bytes_of(cache)
+    assert held - 64 <= dataclasses.replace(cost, windows=windows).bytes_for(200) < 2 * held
+
+
+IN_A_GROUP = """
+import sys
+import torch
+from rabbitllm import AutoModel, RabbitLLMError
+model = AutoModel.from_pretrained(sys.argv[1], device="cpu", compression="4bit", show_layer_progress=False)
+def answer(length):
+    ids = torch.randint(3, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    answer = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
+    return answer[0, length:].tolist()
+answer(64)
+print("idle", flush=True)
+sys.stdin.readline()
+for length in map(int, sys.argv[2:]):
+    try:
+        print(answer(length), flush=True)
+    except RabbitLLMError as error:
+        print(type(error).__name__, flush=True)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not can_limit_memory(), reason="no control group with a memory limit can be made")
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss", "qwen3_next"])
+def test_a_small_control_group_does_not_end_the_process(tmp_path: Path, family: str) -> None:
+    """The answer is the same, or an error where the KV cache alone is too large."""
+    sizes = {"hidden_size": 512, "num_attention_heads": 16, "head_dim": 32, "num_hidden_layers": 4}
+    folder = build_checkpoint(tmp_path, family, max_position_embeddings=1 << 22, **sizes)
+    split(folder, "4bit")
+    command, lines = [sys.executable, "-c", IN_A_GROUP, str(folder), "2500"], list[list[str]]()
+    with control_group(f"rabbitllm-test-{os.getpid()}") as group:
+        for start, more in (([], []), (group.entering(), [str(1 << 20)])):
+            process = subprocess.Popen([*start, *command, *more], stdin=-1, stdout=-1, text=True)
+            assert process.stdout is not None
+            assert process.stdout.readline() == "idle\n"
+            if start:
+                group.limit_to_idle_and(96 << 20)
+            output, _ = process.communicate("\n", timeout=900)
+            assert process.returncode == 0
+            lines.append(output.splitlines())
+    assert lines[1] == [*lines[0], "NotEnoughMemoryError"]
 
 
 @torch.no_grad()
