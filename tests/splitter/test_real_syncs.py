@@ -59,6 +59,10 @@ class Disk:
         assert not self.named, f"{what}, and names not synced in {sorted(map(str, self.named))}"
 
 
+def is_scratch(path: Path) -> bool:
+    return path.name.endswith(SCRATCH_SUFFIX)
+
+
 def follow(scene: Scene, calls: list[SystemCall], shards: Callable[[Path], bool]) -> int:
     """Follow the calls below a scene's folder; return how many shards were deleted."""
     disk, deleted = Disk(), 0
@@ -71,10 +75,13 @@ def follow(scene: Scene, calls: list[SystemCall], shards: Callable[[Path], bool]
             continue  # describes a running process, or can be fetched again
         if call.name == "unlink" and shards(call.path):
             # scales that wait for nothing more are in a scratch file until the layer's name is durable
-            disk.certain(f"{call.path} is deleted", lambda path: path.name.endswith(SCRATCH_SUFFIX))
+            disk.certain(f"{call.path} is deleted", is_scratch)
             deleted += 1
+        elif call.name == "unlink" and is_scratch(call.path):
+            # others may have been removed just before, of layers that were complete with the same shard
+            assert all(map(is_scratch, disk.written)), f"{call.path} is removed, and not synced: {disk.written}"
         elif call.name == "write" and call.path.name == JOURNAL_NAME:
-            disk.certain(f"the journal goes on at {call}", lambda path: path.name.endswith(SCRATCH_SUFFIX))
+            disk.certain(f"the journal goes on at {call}", is_scratch)
         elif call.name == "unlink" and call.path.name == JOURNAL_NAME:
             disk.certain("the journal is removed")
         disk.follow(call)
@@ -103,7 +110,12 @@ def test_dependencies_of_each_step_are_synced(make_scene: MakeScene, route: Rout
     names = {path.name for path in scene.original.glob("*.safetensors")}
     deleted = follow(scene, calls, lambda path: path.name in names and scene.made not in path.parents)
     assert deleted == (3 if local else 0)
-    assert sum(call.name == "write" and call.path.name == JOURNAL_NAME for call in calls) == 3
+    entries = [call.name == "write" and call.path.name == JOURNAL_NAME for call in calls]
+    removed = [call.name == "unlink" and is_scratch(call.path) for call in calls]
+    order = "".join("+" if entry else "-" * scratch for entry, scratch in zip(entries, removed, strict=True))
+    # one for each shard, and before scratch files go the sums of their layers
+    assert re.fullmatch(r"((\+-+)*\+){3}", order)
+    assert ("-" in order) is (route.compression == "4bit-double")
     last = [call for call in calls if call.path in (scene.made, scene.made / JOURNAL_NAME)]
     assert [call.name for call in last[-2:]] == ["fsync", "unlink"]
     assert any(call.target == scene.made / MANIFEST_NAME for call in calls)

@@ -13,7 +13,8 @@ import torch
 
 LENGTHS = (3, 9, 14, 20)
 """Tokens of each prompt; all but the longest are padded on the left."""
-NEW_TOKENS = 200
+NEW_TOKENS = 100
+"""A window of the small models rolls over a dozen times, a chunk is filled six times."""
 PADDING = 0
 
 

@@ -141,6 +141,7 @@ PARTS: Mapping[str, int] = {
     "splitter/test_plan.py::test_planned_tensors_and_placement_equal_those_of_the_split": 24,
     "splitter/test_power_cut.py::test_power_cut": 32,
     "splitter/test_power_cut.py::test_power_cut_where_one_file_is_open_at_a_time": 4,
+    "splitter/test_real_syncs.py::test_dependencies_of_each_step_are_synced": 1,
     "splitter/test_split.py::test_peak_of_the_disk": 12,
     "splitter/test_torch_checkpoints.py::test_every_route_makes_the_bytes_of_safetensors": 12,
     "splitter/test_torch_checkpoints.py::test_plain_tensors_are_streamed": 6,
