@@ -7,7 +7,6 @@ clock is a parameter. Rates are of the last seconds; they do not include work of
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -227,8 +226,6 @@ RATE_SECONDS = 10.0
 """Period over which rates are estimated."""
 SAMPLE_SECONDS = 0.25
 """Minimum time between two points that rates are estimated from, however many events arrive."""
-MAX_POINTS = math.ceil(RATE_SECONDS / SAMPLE_SECONDS) + 2
-"""Points that span the period."""
 FIRST_SECONDS = 0.5
 """Minimum period for a rate."""
 
@@ -364,7 +361,7 @@ class SplitProgress:
         self._idle, self._idle_since = 0.0, None if stats.doing == "downloading" else self._start
         self._pace: float | None = None
         self._counts = _TaskCounts(self._start)
-        self._points: deque[_TaskCounts] = deque([self._counts], MAX_POINTS)
+        self._points: deque[_TaskCounts] = deque([self._counts])
 
     def hear(self, event: Event) -> None:
         """Process an event."""
@@ -435,6 +432,8 @@ class SplitProgress:
         )
         if now - self._points[-1].at >= SAMPLE_SECONDS:
             self._points.append(self._counts)
+        while len(self._points) > 1 and self._points[1].at <= now - RATE_SECONDS:
+            self._points.popleft()
 
     def stats(self) -> SplitStats:
         """Return the present statistics."""

@@ -42,6 +42,8 @@ BEGINNING_BYTES = 4096
 """Bytes of a file by which its kind is recognized."""
 MAX_RIVALS = 1000
 """Processes that may write a file before this one."""
+FAT32_BYTES = 1 << 32
+"""A file of FAT32 has fewer."""
 WRITE_BACK_BYTES = 32 << 20
 """Bytes of a file in the page cache at which the kernel is made to begin writing them."""
 
@@ -643,14 +645,31 @@ def _remove_scratch(path: Path, descriptor: int | None, process: int) -> None:
 def require_size(path: Path, nbytes: int) -> None:
     """Check that a file of so many bytes can be in a folder: a scratch file at `path`, of holes, which is removed.
 
+    Smaller files than any limit are not tried, since FAT has no holes, and would write zeros.
+
     Raises:
         OSError: it cannot: files of FAT32 end at 4.29 GB, those of a process where `ulimit -f` says.
     """
+    if nbytes < min(FAT32_BYTES, _file_limit()):
+        return
     try:
         with open_scratch(path) as descriptor, _naming(path):
             os.ftruncate(descriptor, nbytes)
+    except OSError as error:
+        if error.errno == errno.EFBIG:  # a full disk is no answer: shards are deleted before such a file is whole
+            raise
     finally:
         remove_scratch(path)
+
+
+def _file_limit() -> int:
+    """Bytes that a file of this process may have (POSIX, RLIMIT_FSIZE)."""
+    if sys.platform == "win32":
+        return sys.maxsize
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
 @contextlib.contextmanager
