@@ -403,8 +403,9 @@ def arguments_checked(
                     raise OptionError(f"{name}={value!r} is not a truth value.", "Use True or False, without quotes.")
                 expected = str(known[name].annotation)
                 types = () if name in without_effect else _TYPES.get(expected, ())
-                fits = not isinstance(value, bool) and isinstance(value, types)
-                if types and not (fits and ("[" not in expected or all(isinstance(item, str) for item in value or ()))):
+                texts: Any = value if "[" in expected and isinstance(value, types) else None
+                fits = not isinstance(value, bool) and all(isinstance(item, str) for item in texts or ())
+                if types and not (fits and isinstance(value, types)):
                     raise OptionError(f"The argument {name} is {harmless(repr(value), 60)}; expected {expected}.")
             return function(*args, **kwargs)
 
