@@ -39,6 +39,7 @@ from rabbitllm.telemetry.passes import (
     Drafts,
     PassSums,
     copies_of,
+    shown,
 )
 from rabbitllm.telemetry.profiler import Trace
 
@@ -272,7 +273,7 @@ def as_record(measured: Measured) -> dict[str, Any]:
 BAR = 36
 """Columns of a full bar."""
 _STYLES = {READ_WAIT: "blue", UPLOAD_WAIT: "cyan", DEQUANTIZE: "magenta", COMPUTE: "yellow", BETWEEN_LAYERS: "white"}
-_LABELS = {stage: stage for stage in _STYLES} | {READ_WAIT: "wait for weights", DEQUANTIZE: "dequantize"}
+_LABELS = {stage: shown(stage) for stage in _STYLES} | {READ_WAIT: "wait for weights"}
 
 
 def show(measured: Measured, console: Console) -> None:
@@ -307,7 +308,7 @@ def summary(measured: Measured) -> str:
         rate = f"{measured.further:.3g} s/pass, {rate}"
     elif measured.further >= 1:
         rate = f"{measured.further:.3g} s/token"
-    return f"{rate}, overlap {further.overlap:.0%}, limit: {further.bottleneck}"
+    return f"{rate}, overlap {further.overlap:.0%}, limit: {shown(further.bottleneck or 'none')}"
 
 
 def shares(further: PassSums) -> Iterator[tuple[str, float, float, str]]:
@@ -331,7 +332,7 @@ def _rows(measured: Measured) -> Iterator[tuple[str, str]]:
         yield "drafts", measured.drafts.words()
     yield "bytes a token", ", ".join(_bytes(measured, further))
     yield "overlap", f"{further.overlap:.0%} (the longer of transfer and compute time, over wall time)"
-    yield "limit", further.bottleneck or "none"
+    yield "limit", shown(further.bottleneck or "none")
     if measured.peak is not None:
         yield "peak memory", f"{size(measured.peak)}, with pages of mapped files"
 

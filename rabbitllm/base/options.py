@@ -10,9 +10,10 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, ParamSpec, TypeVar
+from types import MappingProxyType, NoneType
+from typing import Any, ParamSpec, SupportsIndex, TypeVar
 
 from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import OptionError
@@ -321,14 +322,14 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         OptionError: there is such an argument.
     """
     layers = arguments["cache_layers"]
-    if layers is not None and (not hasattr(layers, "__index__") or layers < 0):
+    if layers is not None and layers < 0:
         raise OptionError(f"cache_layers={layers!r} is not a number of layers.", "Use 0 or more, or None.")
     expected = {"revision": (str,), "token": (str, bool), "hf_token": (str, bool), "hosts": (Hosts,)}
     for name, types in expected.items():
         value = arguments[name]
         if value is not None and not isinstance(value, types):
             names = " or ".join(listed.__name__ for listed in types)
-            raise OptionError(f"The argument {name} is of type {type(value).__name__}; expected {names}.")
+            raise OptionError(f"The argument {name} is {harmless(repr(value), 60)}; expected {names}.")
 
 
 def parse_max_memory(limits: Mapping[int | str, int | str] | None) -> Mapping[str, int] | None:
@@ -358,12 +359,23 @@ def parse_dtype(dtype: Any) -> str | None:
     return None if dtype in (None, "auto") else _DTYPES.get(name, name)
 
 
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "int": (SupportsIndex,),
+    "int | None": (SupportsIndex, NoneType),
+    "float | None": (Real, NoneType),
+    "str | Sequence[str]": (str, list, tuple),
+    "Mapping[str, str] | None": (Mapping, NoneType),
+}
+"""Annotation -> types, for arguments whose values of other types nothing else would refuse. None of them is bool."""
+
+
 def arguments_checked(
     instead: Mapping[str, str] = MappingProxyType({}),
     unsuggested: Collection[str] = (),
     without_effect: Collection[str] = (),
 ) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
-    """A decorator that checks the names of keyword arguments, and those arguments that are True or False by default.
+    """A decorator that checks the names of keyword arguments, and the types of those that are numbers, texts to stop
+    at, names of columns, or True or False by default.
 
     A TypeError says what to use instead of an unknown name. The function itself has no `**unknown`, so that type
     checkers and editors find a wrong name too. A text such as "no", which Python takes for true, is an OptionError.
@@ -389,6 +401,12 @@ def arguments_checked(
             for name, value in (*zip(known, args, strict=False), *kwargs.items()):
                 if name in flags and value not in (True, False, None):
                     raise OptionError(f"{name}={value!r} is not a truth value.", "Use True or False, without quotes.")
+                expected = str(known[name].annotation)
+                types = () if name in without_effect else _TYPES.get(expected, ())
+                texts: Any = value if "[" in expected and isinstance(value, types) else None
+                fits = not isinstance(value, bool) and all(isinstance(item, str) for item in texts or ())
+                if types and not (fits and isinstance(value, types)):
+                    raise OptionError(f"The argument {name} is {harmless(repr(value), 60)}; expected {expected}.")
             return function(*args, **kwargs)
 
         return checked

@@ -13,7 +13,7 @@ from rabbitllm.batch_jobs.inputs import STDIN
 from rabbitllm.batch_jobs.items import Defaults, JobLimits, pooling_of
 from rabbitllm.errors import system_errors_by_name
 from rabbitllm.generation.reasoning import Effort, Thinking
-from rabbitllm.generation.request import Pooling, Sampling
+from rabbitllm.generation.request import Pooling, Sampling, check_counts
 from rabbitllm.storage.durable import ScratchFolder
 
 if TYPE_CHECKING:
@@ -99,10 +99,11 @@ def batch(
     """
     from rabbitllm.batch_jobs.job import BatchJob, work
 
-    texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    texts = tuple(filter(None, (stop,) if isinstance(stop, str) else stop))
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "cache_memory")
     sampling = Sampling(temperature, top_p, seed, top_k, min_p, repetition_penalty)
     defaults = Defaults(max_new_tokens, sampling, texts, pooling_of(pooling), normalise, Thinking(thinking, effort))
+    check_counts(defaults, "max_new_tokens")
     disk_bytes = None if cache_disk is None else parse_size(cache_disk, "cache_disk")
     limits = JobLimits(sequences, cache_bytes, exact, disk_bytes)
     to_run: StreamedModel | LoadRequest

@@ -113,7 +113,7 @@ def rate_of(progress: Progress, stats: BatchStats | None) -> str:
     if not tokens or not seconds:
         return ""
     rate = tokens / seconds
-    return f"{rate:,.0f} {unit}" if rate >= 10 else f"{rate:.2g} {unit}"
+    return f"{rate:,.0f} {unit}" if rate >= 10 else f"{rate:#.2g} {unit}"
 
 
 def put_end(console: Console, out: Path, progress: Progress) -> None:

@@ -54,7 +54,7 @@ from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.formats.tensor_spec import Header
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import read_range
-from rabbitllm.storage.folders import bytes_freed_by_deleting, existing
+from rabbitllm.storage.folders import bytes_freed_by_deleting, existing, folder_at
 
 logger = logging.getLogger(__name__)
 
@@ -270,6 +270,11 @@ class LocalCheckpoint(Checkpoint):
             return []  # or the folder would begin with other weights, and the same call would take it for another model
         durable.remove(index)
         return [index]
+
+    def outlasts(self, folder: Path) -> bool:
+        """Whether shards that can be deleted, and are on no hub, would outlast a restart, and files in a folder not."""
+        is_only_copy = self._snapshot is None and self.deletable
+        return is_only_copy and folder_at(folder).in_memory and not folder_at(self.folder).in_memory
 
     def left_behind(self) -> str | None:
         """The file with other weights in the same format with which the folder begins once its shards are gone.

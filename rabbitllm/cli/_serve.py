@@ -162,6 +162,8 @@ def serve_command(
     from rabbitllm.store import locations
 
     body_bytes = parse_size(max_body, "--max-body")
+    if not body_bytes:
+        raise OptionError(f"--max-body={max_body}; expected at least 1.", "Use a size such as 5MB.")
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "--cache-memory")
     aside_bytes = None if aside is None else parse_size(aside, "--aside")
     swap_folder = None if aside_dir is None else expand(str(aside_dir))

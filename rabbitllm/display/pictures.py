@@ -31,6 +31,7 @@ from rabbitllm.telemetry.passes import (
     UPLOAD_WAIT,
     Pass,
     median_pass,
+    shown,
 )
 from rabbitllm.telemetry.profiler import Event, Trace
 
@@ -202,7 +203,7 @@ def _pass_figure(pass_: Pass, events: Sequence[Event], title: str, note: str) ->
     _timeline(above, pass_, inside)
     _bars(below, spent_by_layer(pass_, events))
     present = [stage for stage in COLOURS if any(event.stage == stage for event in inside)]
-    handles = [Patch(color=COLOURS[stage], label=_STAGE_LABELS.get(stage, stage)) for stage in present]
+    handles = [Patch(color=COLOURS[stage], label=_STAGE_LABELS.get(stage, shown(stage))) for stage in present]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     put_title(figure, "\n".join(filter(None, (title, note))))
     return figure

@@ -86,8 +86,8 @@ def reclaimable_bytes() -> int:
 
 
 def last_bytes() -> int:
-    """All of these, and swap: once they are taken, too, the system ends a process. Systems other than Linux do not."""
-    return 2 * reclaimable_bytes() + swap_bytes() if sys.platform == "linux" else sys.maxsize
+    """These, and swap: once they are taken, too, the system may end a process. Systems other than Linux do not."""
+    return reclaimable_bytes() + swap_bytes() if sys.platform == "linux" else sys.maxsize
 
 
 def process_limits(root: Path = Path("/")) -> list[ProcessLimit]:

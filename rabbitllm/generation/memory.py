@@ -77,8 +77,8 @@ COMPILED_BYTES = 64 << 20
 """What torch compiles in a prompt of new length and keeps, for products of experts: 1 MB for each number of rows."""
 COMPILED_SCORES = 3 << 19
 """The same for `eager` attention to each other number of tokens: 0.6 MB for scores, and 0.7 for what they weigh."""
-CERTAIN = 4
-"""1 / `CERTAIN` of the estimate is taken by each processor."""
+CERTAIN = 3
+"""1 / `CERTAIN` of the estimate is taken on any processor (measured: 1 / 1.3 to 1 / 3)."""
 _SPARE = 5, 4
 """Ratio by which the estimate is multiplied: allocators round up, and the interpreter keeps recent objects alive."""
 
@@ -453,7 +453,7 @@ class PromptMemory:
         Args:
             batch, length: sequences, and tokens of each.
             missing: bytes that the pass may need more than are free.
-            cost: those of its activations: on processors that multiply 16 bits a quarter may do.
+            cost: those of its activations: on processors that multiply 16 bits a third may do.
 
         Raises:
             NotEnoughMemoryError: the system would end the process.

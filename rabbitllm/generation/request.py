@@ -718,6 +718,10 @@ class ModelLimits:
         lead = "the context is limited to" if self.is_set else "the model's context has"
         return f"{lead} {self.context or 0:,}"
 
+    def words_for(self, prompt_tokens: int) -> str:
+        """The same, for a prompt that leaves no room for an answer."""
+        return self.context_words + (", and an answer needs one" if prompt_tokens == self.context else "")
+
     @property
     def letters(self) -> int:
         """Maximum letters of a prompt; a longer text cannot fit into the context."""
@@ -786,7 +790,7 @@ class ModelLimits:
         if free < (min(count or 1, 1) if cut or count is None else count):
             new = f" and {count:,} new tokens were requested" if count is not None and not cut else ""
             raise OptionError(
-                f"The prompt has {prompt_tokens:,} tokens{new}; {self.context_words}.",
+                f"The prompt has {prompt_tokens:,} tokens{new}; {self.words_for(prompt_tokens)}.",
                 "Shorten the prompt." if free < 1 else f"Shorten the prompt, or request at most {free:,} new tokens.",
             )
         return min(usual if count is None else count, free)

@@ -351,7 +351,7 @@ class Session:
             return self._limits.new_tokens(prompt, requested, self.context or WITHOUT_LIMIT, cut=True)
         except OptionError:
             raise ChatError(
-                f"The conversation has {prompt:,} tokens with this question; {self._limits.context_words}.",
+                f"The conversation has {prompt:,} tokens with this question; {self._limits.words_for(prompt)}.",
                 _shorter(messages),
             ) from None
 

@@ -21,7 +21,6 @@ from rabbitllm.checkpoints.hub import (
     download_all,
     open_repository,
 )
-from rabbitllm.checkpoints.hub_cache import snapshot_of
 from rabbitllm.checkpoints.index import (
     WEIGHT_SUFFIXES,
     gguf_models,
@@ -74,7 +73,6 @@ from rabbitllm.splitter.split import (
 )
 from rabbitllm.storage import folder_lock
 from rabbitllm.storage.folder_lock import FolderKind, FolderLock
-from rabbitllm.storage.folders import folder_at
 from rabbitllm.store import locations
 from rabbitllm.store.layer_store import LayerStore
 from rabbitllm.store.manifest import (
@@ -410,12 +408,10 @@ def _refuse_to_quantize_again(source: Source, options: SplitOptions) -> None:
 
 
 def _refuse_to_lose(checkpoint: Checkpoint, folder: Path, policy: ShardPolicy) -> None:
-    """Refuse to delete shards where the split would not outlast a restart as they do, or the same call would then take
-    other weights for theirs."""
+    """Refuse to delete shards where a restart would lose the split, or the same call then take others for theirs."""
     if not (policy.deletes_original and isinstance(checkpoint, LocalCheckpoint)):
         return
-    is_lost = folder_at(folder).in_memory and not folder_at(checkpoint.folder).in_memory
-    if is_lost and checkpoint.deletable and snapshot_of(checkpoint.folder) is None:
+    if checkpoint.outlasts(folder):
         raise OptionError(
             f"{folder} is in memory: a restart would lose the weights of {checkpoint.label}. Nothing was deleted.",
             "Use a folder on a disk (--dir, layer_shards_saving_path), or keep the original.",

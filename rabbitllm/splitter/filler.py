@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Protocol
 
@@ -76,6 +77,14 @@ class SplitWork:
     def fitted(self) -> bool:
         """Whether scales of 4bit are fitted to their blocks."""
         return is_fitted(self.quantizer)
+
+    @property
+    def largest_file(self) -> tuple[str, int]:
+        """The name and the bytes of the largest file that the split directory will have, a layer or a fetched shard."""
+        sizes = {layout.file_name: layout.size for layout in self.plan.layouts.values()}
+        fetched = (shard for shard in self.plan.shards if shard.staged and self.shard_transfer.files)
+        sizes |= {Path(shard.name).name: shard.size for shard in fetched}
+        return max(sizes.items(), key=itemgetter(1), default=("", 0))
 
     def of_shard(self, shard: str, layers: Iterable[str]) -> SplitWork:
         """Return the part that fills these layers from one shard; another process needs no more."""

@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from operator import itemgetter
 from pathlib import Path
 
 from rabbitllm.base.options import BIG_LAYER_BYTES, ShardPolicy
@@ -229,9 +228,6 @@ def _begin(request: SplitRequest) -> SplitWork:
         plan = with_checksums(plan, request.checkpoint)
         work = replace(work, plan=plan)
     durable.make_folder(request.folder)
-    sizes = {layout.file_name: layout.size for layout in plan.layouts.values()}
-    sizes |= {shard.name: shard.size for shard in plan.shards if shard.staged and work.shard_transfer.files}
-    largest, nbytes = max(sizes.items(), key=itemgetter(1), default=("", 0))
     try:
         small_files = _small_files(request.checkpoint)
         mark = request.folder / STAGING_NAME  # without a record it says that small files are copies of a killed run
@@ -241,7 +237,8 @@ def _begin(request: SplitRequest) -> SplitWork:
         durable.make_folder(mark)
         copied = _write_small_files(request.folder, small_files)
         try:
-            durable.require_size(mark / (Path(largest).name + durable.PART_SUFFIX), nbytes)
+            largest, nbytes = work.largest_file
+            durable.require_size(mark / (largest + durable.PART_SUFFIX), nbytes)
             if request.accept is not None:
                 request.accept(PlannedFiles(plan, request.folder))
         except BaseException:

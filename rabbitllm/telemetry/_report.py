@@ -45,6 +45,7 @@ from rabbitllm.telemetry.passes import (
     Total,
     limit_of,
     median_of,
+    shown,
 )
 
 SLOWEST = 3
@@ -63,11 +64,11 @@ def stage_table(stages: Mapping[str, Total], title: str) -> list[str]:
         mean = total.seconds / total.count * 1e3
         cores = f"{total.cpu_seconds:.3f}" if total.cpu_seconds else ""
         busy, threads = f"{total.busy_seconds:.3f}", str(total.threads)
-        rows.append((name, busy, threads, cores, str(total.count), f"{mean:.2f}", rate, mark))
+        rows.append((shown(name), busy, threads, cores, str(total.count), f"{mean:.2f}", rate, mark))
     lines = [title] if title else []
     lines += _aligned(rows)
     if limit is not None:
-        lines.append(f"Bottleneck: {limit} ({stages[limit].busy_seconds:.3f} s)")
+        lines.append(f"Bottleneck: {shown(limit)} ({stages[limit].busy_seconds:.3f} s)")
     return lines
 
 
@@ -85,7 +86,8 @@ def pass_table(sums: Mapping[str, PassSums], passes: Sequence[Pass]) -> list[str
         counts = str(total.passes), f"{median_of(passes, kind):.3f}", f"{total.tokens / total.passes:.1f}"
         made = "" if total.made_per_pass is None else f"{total.made_per_pass:.2f}"
         moved = amount(total.disk_bytes / total.passes), amount(total.copied_bytes / total.passes)
-        rows.append((_NAMES[kind == PROMPT], *counts, made, *moved, f"{total.overlap:.0%}", total.bottleneck or ""))
+        limit = shown(total.bottleneck or "")
+        rows.append((_NAMES[kind == PROMPT], *counts, made, *moved, f"{total.overlap:.0%}", limit))
     return _aligned(rows) if sums else []
 
 
@@ -105,7 +107,7 @@ def expert_table(sums: Mapping[str, PassSums]) -> list[str]:
 
 def slowest_layers(layers: Mapping[str, Mapping[str, Total]]) -> list[str]:
     """The layers on which a caller spends the most time in the mean pass, by stage."""
-    rows: list[Sequence[str]] = [("slowest layers", "mean ms", *CALLER_STAGES)]
+    rows: list[Sequence[str]] = [("slowest layers", "mean ms", *map(shown, CALLER_STAGES))]
     spent = {layer: [_mean_ms(stages.get(stage)) for stage in CALLER_STAGES] for layer, stages in layers.items()}
     for layer in sorted(spent, key=lambda layer: -sum(spent[layer]))[:SLOWEST]:
         rows.append((layer, f"{sum(spent[layer]):.2f}", *(f"{mean:.2f}" for mean in spent[layer])))

@@ -42,6 +42,11 @@ BETWEEN_LAYERS = "between layers"
 """The rest of the caller's time in a pass."""
 
 
+def shown(stage: str) -> str:
+    """A stage as reports spell it; programs depend on the other spelling."""
+    return stage.replace("quantise", "quantize")
+
+
 @dataclass(frozen=True, slots=True)
 class Total:
     """The total of one stage.

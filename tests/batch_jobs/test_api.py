@@ -100,6 +100,14 @@ def test_model_name_is_split_and_loaded(checkpoint: Path, tmp_path: Path, plain:
     assert answer["id"] == 1
 
 
+WRONG_TYPES: list[tuple[str, Any]] = [
+    *((name, value) for name in ("max_new_tokens", "sequences", "seed", "top_k") for value in ("5", 1.5, True, [5])),
+    *((name, value) for name in ("temperature", "top_p", "min_p", "repetition_penalty") for value in ("1", True, [1])),
+    *(("stop", value) for value in (5, [5], [None], b"x", {"a": 5}, None)),
+    *(("columns", value) for value in ("prompt", 5, {5: "prompt"}, [("prompt", "question")])),
+]
+
+
 def test_invalid_options_are_refused_before_loading(tmp_path: Path) -> None:
     nowhere = str(tmp_path / "nowhere")
     for options, error in (
@@ -112,9 +120,17 @@ def test_invalid_options_are_refused_before_loading(tmp_path: Path) -> None:
         ({"inputs": RECORDS, "pooling": "max"}, OptionError),
         ({"inputs": RECORDS, "sequences": 0}, OptionError),
         ({"inputs": RECORDS, "cache_memory": "much"}, OptionError),
+        ({"inputs": RECORDS, "max_new_tokens": 0}, OptionError),
+        *(({"inputs": RECORDS, name: value}, OptionError) for name, value in WRONG_TYPES),
     ):
         with pytest.raises(error):
             rabbitllm.batch(nowhere, **options)  # type: ignore[arg-type]
+
+
+def test_an_empty_text_to_stop_at_stops_nothing(model: Any) -> None:
+    plain = rabbitllm.batch(model, RECORDS, max_new_tokens=5)
+    assert plain == rabbitllm.batch(model, RECORDS, max_new_tokens=5, stop="")
+    assert plain == rabbitllm.batch(model, RECORDS, max_new_tokens=5, stop=[""])
 
 
 def test_samples_depend_on_the_seed_only(model: Any) -> None:

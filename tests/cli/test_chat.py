@@ -121,7 +121,7 @@ def stop_answer(terminal: Terminal) -> None:
 
 @pytest.mark.long
 def test_at_a_terminal(endless: Path, tmp_path: Path) -> None:
-    """Ctrl-C stops an answer and not the conversation; at the prompt it says how to leave. An answer has nothing amid it
+    """Ctrl-C stops an answer and not the conversation; at the prompt it says how to leave. Nothing is amid an answer
     that is typed meanwhile, and pasted lines are one message.
     """
     talk = tmp_path / "talk.json"

@@ -357,6 +357,11 @@ def test_missing_media_folder_is_refused(endless: Path, tmp_path: Path) -> None:
         invoke(*words(endless, "--port", "0", "--media-dir", str(tmp_path / "nowhere")))
 
 
+def test_a_server_that_takes_no_body_is_refused(endless: Path) -> None:
+    with pytest.raises(OptionError, match="--max-body=0MB; expected at least 1"):
+        invoke(*words(endless, "--port", "0", "--max-body", "0MB"))
+
+
 @pytest.mark.long
 def test_public_address_needs_a_key_or_insecure(endless: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "RABBITLLM_API_KEY"}

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,6 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from benchmarks.lib.process import can_limit_memory, control_group
 from rabbitllm.engine import _routed, devices
 from rabbitllm.engine._expert_pool import ExpertCache
 from rabbitllm.engine.free_memory import available_ram, untouched_bytes
@@ -221,48 +217,6 @@ def test_the_kv_cache_of_a_prompt_is_estimated(tmp_path: Path, family: str) -> N
     windows = tuple((window + 200, each) for window, each in cost.windows)
     held = kv_cache.bytes_of(cache)
     assert held - 64 <= dataclasses.replace(cost, windows=windows).bytes_for(200) < 2 * held
-
-
-IN_A_GROUP = """
-import sys
-import torch
-from rabbitllm import AutoModel, RabbitLLMError
-model = AutoModel.from_pretrained(sys.argv[1], device="cpu", compression="4bit", show_layer_progress=False)
-def answer(length):
-    ids = torch.randint(3, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-    answer = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
-    return answer[0, length:].tolist()
-answer(64)
-print("idle", flush=True)
-sys.stdin.readline()
-for length in map(int, sys.argv[2:]):
-    try:
-        print(answer(length), flush=True)
-    except RabbitLLMError as error:
-        print(type(error).__name__, flush=True)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not can_limit_memory(), reason="no control group with a memory limit can be made")
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss", "qwen3_next"])
-def test_a_small_control_group_does_not_end_the_process(tmp_path: Path, family: str) -> None:
-    """The answer is the same, or an error where the KV cache alone is too large."""
-    sizes = {"hidden_size": 512, "num_attention_heads": 16, "head_dim": 32, "num_hidden_layers": 4}
-    folder = build_checkpoint(tmp_path, family, max_position_embeddings=1 << 22, **sizes)
-    split(folder, "4bit")
-    command, lines = [sys.executable, "-c", IN_A_GROUP, str(folder), "2500"], list[list[str]]()
-    with control_group(f"rabbitllm-test-{os.getpid()}") as group:
-        for start, more in (([], []), (group.entering(), [str(1 << 20)])):
-            process = subprocess.Popen([*start, *command, *more], stdin=-1, stdout=-1, text=True)
-            assert process.stdout is not None
-            assert process.stdout.readline() == "idle\n"
-            if start:
-                group.limit_to_idle_and(96 << 20)
-            output, _ = process.communicate("\n", timeout=900)
-            assert process.returncode == 0
-            lines.append(output.splitlines())
-    assert lines[1] == [*lines[0], "NotEnoughMemoryError"]
 
 
 @torch.no_grad()

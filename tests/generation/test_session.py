@@ -493,6 +493,8 @@ def test_the_context_is_the_limit(tmp_path: Path) -> None:
     with pytest.raises(ChatError, match=r"has \d+ tokens with this question; the model's context has 64"):
         session.answer(talk.messages("And?"), quietly)
     assert session.cached_tokens == cached
+    with pytest.raises(ChatError, match=r"has (\d+) tokens with .* limited to \1, and an answer needs one"):
+        Session(model, context=answer.prompt_tokens).answer(Conversation().messages("Who are you?"), quietly)
     with pytest.raises(ChatError, match=r"Shorten the message\."):
         session.answer(Conversation().messages("And? " * 64), quietly)
     again = session.answer(talk.emptied().messages("Who are you?"), quietly)
