@@ -118,7 +118,8 @@ def generate(
     """
     import torch
 
-    prompt = torch.atleast_2d(torch.tensor(ids)).to(device)
+    is_one = isinstance(ids[0], int)
+    prompt = torch.tensor([ids] if is_one else ids).to(device)
     begun = time.perf_counter()
     output = model.generate(  # by name: one peer's takes nothing else
         input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=length, do_sample=False, streamer=clock
@@ -134,7 +135,7 @@ def generate(
         "step_seconds": clock.steps(),
         "step_bytes": clock.step_bytes(),
         "token_seconds": statistics.median(clock.steps()),
-        "tokens": tokens if isinstance(ids[0], list) else tokens[0],
+        "tokens": tokens[0] if is_one else tokens,
         "threads": torch.get_num_threads(),
         "dtype": str(model.dtype).removeprefix("torch."),
     }
