@@ -231,7 +231,8 @@ def standard_streams() -> ChatStreams:
         with contextlib.suppress(ImportError):  # gives `input` history and editing, where available
             import readline
 
-            readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one message; Python has it off
+            if sys.platform != "win32":  # pasted lines are one message; Python has it off
+                readline.parse_and_bind("set enable-bracketed-paste on")
     else:
         with contextlib.suppress(AttributeError, ValueError):  # stdin is not a text file
             cast(Any, sys.stdin).reconfigure(errors="replace")
