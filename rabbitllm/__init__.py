@@ -57,6 +57,10 @@ for _name in [name for name, value in os.environ.items() if not value]:
 # libgomp reads it when torch is imported; see `base/openmp.py`
 if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
     os.environ["GOMP_SPINCOUNT"] = "20000"
+# oneDNN reads it at torch's first product of bfloat16: it compiles code for each matrix size and length of a prompt,
+# some 0.7 MB, and keeps 1,024 of these by itself
+if not os.environ.keys() & {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY"}:
+    os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "256"
 
 if os.environ.get("RABBITLLM_LOG"):
     importlib.import_module("rabbitllm.base.logs").set_up(os.environ["RABBITLLM_LOG"])

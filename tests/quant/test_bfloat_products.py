@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from rabbitllm.quant import _kernels, _product_kernels, _vectors, bfloat_products, plain
 from rabbitllm.quant.bfloat_products import ALL_ROWS, AMX_ROWS, FEW_ROWS, MAX_INPUTS, linear, multiplies, times
 from tests.support.draws import draws
+from tests.support.fresh_process import python
 from tests.support.rounding import assert_products
 
 WIDTHS = [width for width in (8, 16) if width <= _vectors.lanes()]
@@ -207,3 +208,24 @@ def test_several_python_threads_at_once() -> None:
 def test_rows_of_another_width_are_refused(columns: int) -> None:
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         plain.product(some(3, columns), some(70, 256), None)
+
+
+@pytest.mark.skipif(not bfloat_products.torch_has_instructions(), reason="torch has no compiled products of bfloat16")
+@pytest.mark.parametrize(
+    ("capacity", "last"), [(None, "cache_miss"), pytest.param("1024", "cache_hit", marks=pytest.mark.long)]
+)
+def test_torch_keeps_few_compiled_products(capacity: str | None, last: str) -> None:
+    """300 lengths are more than the package lets it keep; what the user says is kept."""
+    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+    environment = {key: value for key, value in os.environ.items() if key != name}
+    environment |= {"ONEDNN_VERBOSE": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment |= {name: capacity} if capacity is not None else {}
+    code = """
+import rabbitllm, torch
+matrix, inputs = torch.ones(32, 64).bfloat16(), torch.ones(304, 64).bfloat16()
+for length in (*range(4, 304), 4):
+    torch.nn.functional.linear(inputs[:length], matrix)
+"""
+    created = [line for line in python(code, env=environment).stdout.splitlines() if ",create:cache_" in line]
+    assert f"create:{last}," in created[-1]
+    assert sum("create:cache_miss," in line for line in created) >= 300
