@@ -303,7 +303,7 @@ def test_saving_path(checkpoint: Path, tmp_path: Path) -> None:
 def test_profiling_reports_the_split_and_the_passes(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = AutoModel.from_pretrained(checkpoint, profiling_mode=True, compression="8bit", **STREAM)
     split = capsys.readouterr().out.rstrip("\n")
-    assert "quantise" in split
+    assert "quantize" in split
     assert "Bottleneck: " in split
     after_load = model.profiler.report()
     assert after_load.startswith(f"{split}\n\nLoad, by stage\n")
@@ -314,7 +314,7 @@ def test_profiling_reports_the_split_and_the_passes(checkpoint: Path, capsys: py
     load, _, passes = summary.removeprefix(split).partition("\n\nPasses, by stage\n")
     assert re.search(r"^plan +\d", load, re.MULTILINE)
     assert "Bottleneck: " in passes
-    assert "dequantise" in passes
+    assert "dequantize" in passes
     again = AutoModel.from_pretrained(checkpoint, profiling_mode=True, compression="8bit", device="cpu")
     assert again.profiler.report().startswith("Load, by stage\n")
     before = {one["title"]: one for one in again.profiler.as_json()["before"]}
